@@ -18,7 +18,7 @@ MetricName = Literal["allocated", "active", "reserved"]
 
 _FAMILIES = {("llama", "2"): "llama2", ("llama", "3"): "llama3", ("qwen", "3"): "qwen3"}
 _MODEL = re.compile(r"(llama|qwen)[ _-]*(\d)(?:\.\d)?[ _-]+([\d.]+)b(?:-a([\d.]+)b)?\b", re.IGNORECASE)
-_NOT_OURS = re.compile(r"deepseek|dsv\d|gpt-oss", re.IGNORECASE)
+_NOT_REBUILT = re.compile(r"deepseek|dsv\d|gpt-oss", re.IGNORECASE)
 _GPUS = {"A100": "a100-80", "H100": "h100-96", "H200": "h200", "B200": "b200"}  # its kernels; its size is a column
 _SCHEDULES = {
     name.lower(): name
@@ -81,8 +81,8 @@ def model(text: str) -> tuple[str, str]:
     """Family and flavor."""
     found = _MODEL.match(text)
     family = _FAMILIES.get((found[1].lower(), found[2])) if found else None
-    if _NOT_OURS.match(text):
-        raise UnsupportedError(f"{text.partition(' ')[0]} is of no family of ours yet")
+    if _NOT_REBUILT.match(text):
+        raise UnsupportedError(f"torchtitan's {text.partition(' ')[0]} of that date is not rebuilt")
     if family is None:
         raise ConfigError(f"no model of ours is called {text!r}: {', '.join(_FAMILIES.values())}, with their sizes")
     flavor = f"{found[3]}B" + (f"-A{found[4]}B" if found[4] else "")

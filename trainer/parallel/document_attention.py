@@ -129,7 +129,7 @@ def _attend_within_documents(
 def _(
     q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, documents_BE: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q_BCNH, memory_format=torch.contiguous_format), _empty_sums(q_BCNH)
+    return q_BCNH.new_empty((*q_BCNH.shape[:-1], v_BEKH.shape[-1])), _empty_sums(q_BCNH)
 
 
 @torch.library.custom_op("titan::attend_within_documents_backward", mutates_args=())

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
+import trainer.models.llama3.model
 import trainer.parallel.context
 import trainer.parallel.document_attention  # registers its operations
 import trainer.parallel.expert_exchange
@@ -33,7 +34,6 @@ from trainer.parallel.context import attend_with_cudnn
 aten: Any = torch.ops.aten
 
 KernelBuffers = Callable[[tuple[Any, ...]], Any]  # an operation's inputs → bytes that its kernel allocates internally
-Attend = Callable[..., Any]
 
 DOCUMENT_TOKENS = 512  # of a mean document; each takes 2 MiB in varlen's backward, for 32 heads of 128
 _SMALL_SORT = 4096  # numbers: should_use_small_sort, native/cuda/Sort.cu
@@ -44,9 +44,10 @@ _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 class Kernels:
     """A device's kernels as far as they affect memory, and what they compute. The default is the CPU's own.
 
-    `attention`: the operation behind scaled_dot_product_attention. `norm`: RMSNorm in one kernel that keeps one fp32
-    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB. `imbalance`: with
-    expert parallelism, the rows that this rank's experts receive over the mean of all ranks.
+    `attention`: the operation that scaled_dot_product_attention prefers. `norm`: RMSNorm in one kernel that keeps one
+    fp32 number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB. `imbalance`:
+    with expert parallelism, the rows that this rank's experts receive over the mean of all ranks. `documents`: the
+    kernel of attention within documents.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -55,6 +56,7 @@ class Kernels:
     cublas_mib: float = 0.0
     workspaces: Mapping[Any, KernelBuffers] = field(default_factory=dict)
     imbalance: float = 1.0
+    documents: Literal["own", "flex", "varlen"] = "own"
 
 
 def gpu_kernels(gpu: Gpu) -> Kernels:
@@ -66,6 +68,7 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
         aten.sort.stable: sort_bytes,
         aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
         aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
+        aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward_bytes,
         torch.ops.titan.send_to_experts.default: send_bytes,
         torch.ops.titan.return_from_experts.default: return_bytes,
     }
@@ -80,8 +83,10 @@ def with_document_attention(kernels: Kernels, kernel: str) -> Kernels:
     backward = torch.ops.titan.attend_within_documents_backward.default
     if kernels.device == "cpu":
         return kernels
-    num_bytes = _varlen_backward_bytes if kernel == "varlen" else _flex_backward_bytes
-    return replace(kernels, workspaces={**kernels.workspaces, backward: num_bytes})
+    is_varlen = kernel == "varlen"
+    num_bytes = _varlen_backward_bytes if is_varlen else _flex_backward_bytes
+    workspaces = {**kernels.workspaces, backward: num_bytes}
+    return replace(kernels, documents="varlen" if is_varlen else "flex", workspaces=workspaces)
 
 
 @contextmanager
@@ -89,12 +94,14 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
     """Run the step with these kernels."""
     with ExitStack() as patches:
         if kernels.attention != "own":
-            attend = _cudnn_attention if kernels.attention == "cudnn" else _flash_attention
-            attend = _choose_by_dtype(attend, fp32=_attend_in_fp32)
-            prefix = attend_with_cudnn if kernels.attention == "cudnn" else _attend_to_prefix
-            attend_to_prefix = _choose_by_dtype(prefix, fp32=_attend_to_prefix_in_fp32)
+            attend = _preferring(kernels.attention, _attend)
+            attend_to_prefix = _preferring(kernels.attention, _attend_to_prefix)
             patches.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
             patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", attend_to_prefix))
+            # Only a CPU has no kernel for values of another width
+            patches.enter_context(patch.object(trainer.models.llama3.model, "to_one_width", _as_they_are))
+        if kernels.documents == "flex":
+            patches.enter_context(patch.object(trainer.parallel.document_attention, "to_one_width", _as_they_are))
         if kernels.norm == "fused":
             patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
         yield
@@ -107,28 +114,69 @@ def cublas_bytes(kernels: Kernels) -> int:
 # --- attention
 
 
-def _choose_by_dtype(attend: Attend, *, fp32: Attend) -> Attend:
-    def attend_by_dtype(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (fp32 if q.dtype == torch.float32 else attend)(q, *args, **kwargs)
+def fused_attention(preferred: str, width: int, value_width: int) -> str:
+    """The operation that ATen chooses in 16 bits for heads of these widths of q and of v.
 
-    return attend_by_dtype
-
-
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
-
-
-def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
-    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
-
-
-def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None) -> Any:
-    """On a GPU torch's CausalBias leads to flash attention, whose causal mask is aligned to the lower right."""
-    q, k, v = (x.transpose(1, 2) for x in to_one_width(q_BCNH, k_BEKH, v_BEKH))
-    return first_features(_flash_attention(q, k, v, is_causal=True), v_BEKH.shape[-1]).transpose(1, 2)
+    `preferred`: `cudnn` on Hopper, else `flash`, which takes one width. cuDNN's takes others up to 128, and DeepSeek's
+    192 and 128 (from 9.11 on); the memory-efficient kernel takes multiples of 8. native/transformers/cuda/sdp_utils.cpp
+    """
+    if width == value_width:
+        return preferred
+    if width % 8 or value_width % 8:
+        return "math"
+    is_cudnns = max(width, value_width) <= 128 or (width, value_width) == (192, 128)
+    return "cudnn" if preferred == "cudnn" and is_cudnns else "efficient"
 
 
-def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
+def _preferring(preferred: str, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, not a partial: Dynamo asks for its name."""
+
+    def attend_so(*args: Any, **kwargs: Any) -> Any:
+        return attend(preferred, *args, **kwargs)
+
+    return attend_so
+
+
+def _attend(
+    preferred: str, q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any
+) -> Any:
+    """scaled_dot_product_attention on a GPU. The values of its results are not used, nor is their scale."""
+    if q.dtype == torch.float32:
+        return _attend_in_fp32(q, k, v, is_causal=is_causal)
+    chosen = fused_attention(preferred, q.shape[-1], v.shape[-1])
+    if chosen == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    if chosen == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
+    if chosen == "efficient":
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, q.requires_grad, 0.0, is_causal)[0]
+    grouped = q.shape[1] != k.shape[1]
+    return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, enable_gqa=grouped)[0]
+
+
+def _attend_to_prefix(
+    preferred: str, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None
+) -> Any:
+    """trainer/parallel/context.py's attention of a context rank on a GPU; values get the keys' width, but for cuDNN.
+
+    torch's CausalBias leads to flash attention, whose causal mask is aligned to the lower right.
+    """
+    is_wide = q_BCNH.dtype == torch.float32
+    if not is_wide and fused_attention(preferred, q_BCNH.shape[-1], v_BEKH.shape[-1]) == "cudnn":
+        return attend_with_cudnn(q_BCNH, k_BEKH, v_BEKH, scale)
+    q, k, v = to_one_width(q_BCNH, k_BEKH, v_BEKH)
+    if is_wide:
+        out = _attend_to_prefix_in_fp32(q, k, v)
+    else:
+        out = _attend("flash", q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
+    return first_features(out, v_BEKH.shape[-1])
+
+
+def _as_they_are(*tensors: Tensor) -> list[Tensor]:
+    return list(tensors)
+
+
+def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Any:
     """scaled_dot_product_attention in fp32, which neither flash attention nor cuDNN's supports.
 
     ATen chooses the memory-efficient kernel, which has no grouped queries; for those it runs plain products, which keep
@@ -139,7 +187,7 @@ def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bo
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, q.requires_grad, 0.0, is_causal)[0]
 
 
-def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None) -> Any:
+def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Any:
     """trainer/parallel/context.py's `attend_to_prefix` in fp32; torch/nn/attention/bias.py, CausalBias."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
     if q_BCNH.shape[2] == k_BEKH.shape[2]:
@@ -176,6 +224,27 @@ def _cudnn_backward_bytes(args: tuple[Any, ...]) -> int:
     _, q, *_ = args
     batch, heads, length, dim = q.shape
     num_bytes: int = batch * heads * length * 4 * (dim + 1)
+    return num_bytes
+
+
+def efficient_backward_bytes(args: tuple[Any, ...]) -> int:
+    """dq in fp32 by blocks, a number per query, and dk and dv of the block at hand where they do not fit in registers.
+
+    native/transformers/cuda/attention_backward.cu (num_splits_key) and mem_eff_attention/kernel_backward.h
+    (Params::workspace_size), with the blocks of kernels/generate_kernels.py for compute capability 8.0 and above.
+    """
+    _, q, k, v = args[:4]
+    batch, heads, length, width = q.shape
+    num_keys, value_width = k.shape[2], v.shape[3]
+    widest, is_half = max(width, value_width), q.element_size() == 2
+    rows = 64 if widest <= 64 else 128  # kBlockSizeI
+    fits = is_half and widest <= rows  # kOutputInRF
+    columns = 128 if fits and widest > 64 else 64  # kBlockSizeJ
+    size = length + ceil(length / rows) * ceil(width / columns) * (rows * columns + 4)
+    if is_half and not fits:
+        num_splits = max(min(ceil(num_keys / columns), 200 // (batch * heads)), 1)
+        size += num_splits * columns * (_round_up(width, rows) + _round_up(value_width, rows))
+    num_bytes: int = 4 * batch * heads * size
     return num_bytes
 
 

@@ -8,16 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from converters.sizes import GIB
 from tests.published_memory.history import build_of
 from tests.published_memory.measure import estimate
 from tests.published_memory.rows import read_rows
 from tests.published_memory.table import MOST_WORST, document, score
+from titan_tools.memory.estimate import estimate as whole_estimate
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
+from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TABLE = Path(__file__).parents[4].parent / "shared" / "data" / "memory_published.csv"
 EXPERTS = Path(__file__).parents[3] / "published_memory" / "experts.csv"
+DEEPSEEK = Path(__file__).parents[2] / "trainer" / "config" / "configs" / "deepseek_v3_671b.toml"
 # From torchtitan's git log: 6a6f755d2 (#699), 5940ddeb5 (#822), b00e484e1 (#1625), d66b72a6a (#1690)
 COPIED = """\
 id,grade,date,stack,hardware,gpu_total_gib,model,seq_len,local_bs,world,dp_shard,dp_rep,tp,pp,pp_sched,cp,ac,compile,float8,loss,fsdp_reshard,norm,metric,value_gib,step,source,notes,allocator,flags_known
@@ -119,11 +125,24 @@ def test_every_scored_row(row, estimates):
 def test_a_published_mixture_of_experts(estimates):
     """Its allocator and its option of checkpointing are not published: an interval, of which both ends are close."""
     (row,), others = read_rows(EXPERTS.read_text())
-    assert [each.is_by_design for each in others] == [True] * 3  # of families that are not covered yet
+    assert [each.is_by_design for each in others] == [True] * 3  # whose builds are not rebuilt
     made = estimates(row)
     assert made.low_gib == pytest.approx(row.gib, rel=0.1) and made.high_gib == pytest.approx(row.gib, rel=0.1)
     assert made.low_gib <= row.gib <= made.high_gib
     assert made.verdict == FITS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("allocator", ["expandable", "classic"])
+def test_deepseek_v3_in_titans_own_build(allocator):
+    """M02's run, torchtitan#2107: 671B on 512 GPUs, uncompiled. Which allocator it had is not published."""
+    overrides = ["--parallelism.pipeline_parallel_degree=8", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
+    overrides += ["--parallelism.expert_parallel_degree=32", "--training.local_batch_size=16"]
+    overrides += ["--activation_checkpoint.mode=full", "--debug.moe_force_load_balance", "--compile.no_enable"]
+    job = resolve_job(load_config(str(DEEPSEEK), overrides), 512)
+    made = whole_estimate(job, gpu=GPUS["h100-96"], allocator=allocator)
+    assert made.fullest_rank.reserved_bytes / GIB == pytest.approx(60.18, rel=0.1)
+    assert made.verdicts[0].verdict == FITS
 
 
 @pytest.mark.slow

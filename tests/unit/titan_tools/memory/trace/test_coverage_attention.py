@@ -1,14 +1,15 @@
-"""Attention in fp32 in a trace: torch's plain products for grouped queries, held to the same on real tensors."""
+"""Attention in a trace: plain products for grouped queries in fp32, and kernels for values of another width."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.kernels import Kernels, efficient_backward_bytes, fused_attention
 from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,3 +48,48 @@ def test_other_queries_keep_a_number_each(parallelism, queries):
 def sizes_in_layer(case: tuple) -> list[int]:
     trace = capture(Job.of(*case), rank=0, kernels=Kernels(attention="cudnn"), num_steps=1)
     return [b.num_bytes for b in trace.blocks if b.point.phase == "forward" and b.point.module == "layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("preferred", "width", "value_width", "chosen"),
+    [
+        ("cudnn", 192, 128, "cudnn"),
+        ("flash", 192, 128, "efficient"),
+        ("cudnn", 64, 128, "cudnn"),
+        ("cudnn", 192, 64, "efficient"),
+        ("cudnn", 24, 20, "math"),
+        ("flash", 128, 128, "flash"),
+    ],
+)
+def test_widths_of_queries_and_values_decide_on_the_kernel(preferred, width, value_width, chosen):
+    assert fused_attention(preferred, width, value_width) == chosen
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "flash"])
+@pytest.mark.parametrize(
+    ("mask", "attn_type", "num_wide"), [("none", None, 3), ("offsets", "flex", 3), ("offsets", "varlen", 5)]
+)
+def test_only_varlen_pads_narrower_values_on_a_gpu(attention, mask, attn_type, num_wide):
+    """q before and after its rotation, and k; with padding also v and the output."""
+    args = replace(args_of("deepseek_v3/debug_v2"), num_layers=1, head_dim=40, rotary_dim=8, value_dim=24)
+    training = {"seq_len": LENGTH, "local_batch_size": 2, "mixed_precision_param": "bfloat16", "document_mask": mask}
+    config = Layout("latents", 1, {}, training).config("deepseek_v3/debug_v2")
+    config = replace(config, model=replace(config.model, attn_type=attn_type))
+    kernels = Kernels(device="cuda", attention=attention)
+    trace = capture(Job.of(config, args, resolve(config.parallelism, 1)), rank=0, kernels=kernels, num_steps=1)
+    sizes = [b.num_bytes for b in trace.blocks if b.point.phase == "forward" and b.point.module == "layers.0"]
+    assert sizes.count(2 * LENGTH * args.num_heads * 40 * 2) == num_wide
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "num_bytes"),
+    [
+        # Per head dq of 4096 x 192 in 96 blocks with a lock each, a number per query, and dk and dv of 64 keys, with
+        # 256 and 128 features: once for many heads, 12 times for 16 of them, which alone would not fill the GPU
+        (1, 128, 128 * 4 * (96 * (128 * 64 + 4) + 4096 + 64 * (256 + 128))),
+        (1, 16, 16 * 4 * (96 * (128 * 64 + 4) + 4096 + 12 * 64 * (256 + 128))),
+    ],
+)
+def test_what_the_memory_efficient_kernel_allocates_in_backward(batch, heads, num_bytes):
+    q, k, v = (torch.empty(batch, heads, 4096, width, dtype=torch.bfloat16, device="meta") for width in (192, 192, 128))
+    assert efficient_backward_bytes((None, q, k, v)) == num_bytes

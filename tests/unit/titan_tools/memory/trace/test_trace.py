@@ -22,6 +22,7 @@ REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree
 SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
 GQA, TIED = "debug_gqa", "debug_tied"
 EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
+V3, V2, LITE = (f"deepseek_v3/debug_{name}" for name in ("v3", "v2", "v2_lite"))
 OFFSETS = {"document_mask": "offsets"}
 EP, ETP = {"expert_parallel_degree": 2}, {"expert_tensor_parallel_degree": 2}
 
@@ -50,6 +51,7 @@ CASES = [
     (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
     (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
     (Layout("documents, FSDP 2, bf16, operations kept", 2, {}, BF16 | OFFSETS, OP), GQA, 0),
+    (Layout("latents, groups of experts, EP 2 x TP 2, bf16, operations kept", 4, EP | {TP: 2}, BF16, OP), V3, 0),
 ]
 MORE_CASES = [
     (Layout("one rank"), GQA, 0),
@@ -92,6 +94,17 @@ MORE_CASES = [
     (Layout("experts, EP 2 x PP 2, bf16", 4, EP | PIPE, BF16), EXPERTS, 0),
     (Layout("experts, EP 2, HSDP 2 x 2", 4, EP | {REPLICAS: 2}, BF16), EXPERTS, 0),
     (Layout("experts in turn", 1, {}, {}, {"debug": {"moe_force_load_balance": True}}), EXPERTS, 0),
+    (Layout("latents, one rank", 1), V3, 0),
+    (Layout("latents, FSDP 2, full recomputation", 2, {}, BF16, _kept("full")), V2, 1),
+    (Layout("latents, FSDP 2, every 2nd layer", 2, {}, BF16, EVERY_2ND), LITE, 1),
+    (Layout("latents, TP 2, fp32", 2, {TP: 2}), V2, 0),
+    (Layout("latents, CP 2 x FSDP 2, bf16, operations kept", 4, {CP: 2}, BF16, OP), V3, 1),
+    (Layout("latents, CP 2 x TP 2, full recomputation", 4, {CP: 2, TP: 2}, {}, _kept("full")), V3, 2),
+    (Layout("latents, EP 2 x TP 2, slices of experts", 4, EP | ETP | {TP: 2}, BF16), V2, 0),
+    (Layout("latents, EP 4, bf16", 4, {"expert_parallel_degree": 4}, BF16), LITE, 3),
+    (Layout("latents, EP 2 x 1F1B, bf16", 4, EP | PIPE, BF16, OP), V3, 2),
+    (Layout("latents, stages of one and two layers, bf16", 2, PIPE | {SCHEDULE: "GPipe"}, BF16), V3, 0),
+    (Layout("latents, documents, FSDP 2 x CP 2, bf16", 4, {CP: 2}, BF16 | OFFSETS, OP), V3, 0),
 ]
 
 
