@@ -30,7 +30,9 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {  # of fields that are not translate
     "dequantize": (None, False, True),  # what a reader does by default
 }
 _KNOWN = {*_ACCEPTED, *_LISTS, "weight_block_size"}
-_NOT_QUANTIZED = frozenset((Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.ROUTER, Role.ROUTER_BIAS))
+_NOT_QUANTIZED = frozenset(
+    (Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.MTP)
+)
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
@@ -121,7 +123,8 @@ def parse_quantize(text: str) -> Fp8Scheme:
 def is_quantized(parameter: Parameter, family: Family) -> bool:
     """Whether checkpoints are published with this parameter quantized: the weights of linear layers and of experts.
 
-    Norms, embedding, output, routers, biases and what the family lists (`Family.unquantized`) are not.
+    Norms, embedding, output, routers, biases, the projection of multi-token prediction, and what the family lists
+    (`Family.unquantized`) are not.
     """
     if parameter.role in _NOT_QUANTIZED or parameter.is_bias or len(parameter.shape) == 1:
         return False

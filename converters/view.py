@@ -39,7 +39,7 @@ from converters.quantized_tensors import QuantizedTensors
 from converters.rules import Rule
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
-_STAYS = "is float8: norms, embedding, output, routers and biases are not quantized in such checkpoints"
+_STAYS = "is float8: norms, embedding, output, routers, biases and eh_proj are not quantized in such checkpoints"
 REPEATED_REASON = "a copy of "  # + the name of the first
 NOT_SAVED_REASON = "a buffer that training changes; this checkpoint has it in no layer"
 
