@@ -132,7 +132,7 @@ def convert(
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
         remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
-        remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.unquantized, to=to, dtype=dtype)
+        remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:
@@ -219,12 +219,12 @@ def convert(
 
 
 def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
-    """The tensors of an output without those that every reader keeps in float32."""
+    """The tensors of an output without codes and scales, and without those that every reader keeps in float32."""
     contents, keep = plan.contents, plan.contents.family.keep_float32
     natives = contents.view.ledger.used
     return {
         name: info
-        for name, info in contents.tensors.items()
+        for name, info in contents.unquantized.items()
         if info.dtype != "float32" or not all(is_named(fqn, keep) for fqn in natives[name])
     }
 
