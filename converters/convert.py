@@ -219,7 +219,7 @@ def convert(
 
 
 def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
-    """The tensors of an output without those that every reader keeps in float32."""
+    """The tensors of an output without codes and scales, and without those that every reader keeps in float32."""
     contents, keep = plan.contents, plan.contents.family.keep_float32
     natives = contents.view.ledger.used
     return {

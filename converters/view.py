@@ -39,7 +39,7 @@ from converters.quantized_tensors import QuantizedTensors
 from converters.rules import Rule
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
-_STAYS = "is float8: norms, embedding, output, routers and biases are not quantized in such checkpoints"
+_STAYS = "is float8: norms, embedding, output, routers, biases and eh_proj are not quantized in such checkpoints"
 REPEATED_REASON = "a copy of "  # + the name of the first
 NOT_SAVED_REASON = "a buffer that training changes; this checkpoint has it in no layer"
 
@@ -231,6 +231,8 @@ def native_view(
         problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, n.removesuffix(SCALE)))]
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
+    elif not quantized:
+        problems += [f"unexpected  {n}: scales of {of}" for n in ledger.extra if (of := _scaled_by(n, source.tensors))]
     if problems:
         missing_output = not args.tied and OUTPUT not in ledger.used
         raise _ledger_error(
@@ -246,6 +248,13 @@ def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, _Foreig
     """The buffers that training changes, where the source has none: then there is nothing to lose, they are zero."""
     buffers = [p.fqn for p in parameters if not p.is_trained]
     return set(buffers) if found.isdisjoint(n for fqn in buffers for n in foreign_of[fqn].names) else set()
+
+
+def _scaled_by(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """The float8 weight that a tensor of this name has the scales of; "" for others."""
+    ends = {SCALE: "", "_scale": "", ".scale": ".weight"}  # the last: in DeepSeek's own names
+    weights = (name.removesuffix(end) + instead for end, instead in ends.items() if name.endswith(end))
+    return next((n for n in weights if n in tensors and tensors[n].dtype.startswith("float8")), "")
 
 
 def _part_problems(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> list[str]:

@@ -192,3 +192,16 @@ def test_a_folder_with_a_manifest_is_checked_in_both_ways(source, tmp_path):
         report = convert(tmp_path / "hf", tmp_path / mtp, to="dcp", mtp=mtp)
         assert not any("manifest" in remark for remark in report.remarks)
     assert diff(tmp_path / "keep", root / "kept").equal
+
+
+def test_the_projection_is_not_quantized(source, tmp_path):
+    count, root, tensors = source
+    convert(root / "kept", tmp_path / "fp8", to="hf", mtp="keep", options=OutputOptions(quantize="fp8"))
+    written = load_file(tmp_path / "fp8" / "model.safetensors")
+    names = [f"model.layers.{3 + k}.eh_proj" for k in range(count)]
+    assert all(torch.equal(written[f"{name}.weight"], tensors[f"{name}.weight"]) for name in names)
+    assert written["model.layers.3.mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    assert set(names) < set(config["quantization_config"]["modules_to_not_convert"])
+    convert(tmp_path / "fp8", tmp_path / "again", to="dcp", mtp="keep")
+    assert read_model_info(tmp_path / "again").args.num_mtp_layers == count

@@ -202,6 +202,14 @@ def test_scales_without_a_config_and_a_config_that_lists_a_quantized_module(fp8,
     assert caught.value.message.count("lists its module") == 1 and Q in caught.value.message
 
 
+@pytest.mark.parametrize("called", [SCALE, f"{Q}_scale", Q.replace("weight", "scale")])
+def test_scales_are_not_left_out_without_their_weights(fp8, plain, tmp_path, called):
+    held = read_folder(fp8)
+    without = save(tmp_path / "src", read_folder(plain) | {Q: held[Q], called: held[SCALE]}, plain, None)
+    with pytest.raises(CheckpointError, match=f"unexpected  {called}: scales of {Q}"):
+        convert(without, tmp_path / "dcp", to="dcp", allow_extra=True)
+
+
 def test_unknown_weights_and_their_scales_may_be_left_out(fp8, tmp_path):
     held = read_folder(fp8)
     held["mtp.weight"], held["mtp.weight_scale_inv"] = torch.ones(1, 1).to(E4M3), torch.ones(1, 1)

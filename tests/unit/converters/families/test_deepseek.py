@@ -83,6 +83,13 @@ def test_offsets_stay_float32(written, tmp_path):
     assert all(kind == (torch.float32 if key in biases else torch.float16) for key, kind in kinds.items())
 
 
+def test_no_remark_on_offsets_that_transformers_keeps_in_float32(written, tmp_path):
+    name, model, root = written
+    for quantize in (None, "fp8"):
+        report = convert(root / "dcp", tmp_path / f"{quantize}", to="hf", options=OutputOptions(quantize=quantize))
+        assert not [remark for remark in report.remarks if "float32" in remark]
+
+
 def test_v2_has_no_offsets(tmp_path):
     """A file that has them is not a V2's, and a V2 whose offsets are not zero cannot be written."""
     write_deepseek(tmp_path / "hf", "v2")
