@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
-from converters.families.base import Family, Parameter, Role
+from converters.families.base import Parameter, Role
 
 KEY = "quantization_config"
 SCALE = "_scale_inv"  # a weight's name + this: its scales, which are multiplied (DeepSeek's name says otherwise)
@@ -30,10 +30,10 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {  # of fields that are not translate
     "dequantize": (None, False, True),  # what a reader does by default
 }
 _KNOWN = {*_ACCEPTED, *_LISTS, "weight_block_size"}
+_NAMED = {"compressed-tensors": " (int4 and others, such as Kimi K2 Thinking's)"}
 _NOT_QUANTIZED = frozenset(
     (Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.LATENT_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.MTP)
 )
-_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ def read_quantization(config: Mapping[str, Any]) -> Fp8Scheme | None:
         raise CheckpointError(f"config.json: its {KEY} is {given!r:.60}, not an object")
     method = given.get("quant_method")
     if method != "fp8":
+        known = _NAMED.get(str(method), "")
         raise UnsupportedError(
-            f"config.json: {KEY} has quant_method {method!r:.60}, which is not covered",
-            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published",
+            f"config.json: {KEY} has quant_method {method!r:.60}{known}, which is not covered",
+            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, and 16 bits or more",
         )
     problems = [f"{key} = {given[key]!r:.60}" for key, values in _ACCEPTED.items() if given.get(key) not in values]
     problems += [f"{key} = {given[key]!r:.60}" for key in given if key not in _KNOWN]
@@ -120,11 +121,9 @@ def parse_quantize(text: str) -> Fp8Scheme:
     return Fp8Scheme(power_of_two=SPELLINGS[text])
 
 
-def is_quantized(parameter: Parameter, family: Family) -> bool:
+def is_quantized(parameter: Parameter) -> bool:
     """Whether checkpoints are published with this parameter quantized: the weights of linear layers and of experts.
 
-    Norms, embedding, output, routers, biases and what the family lists (`Family.unquantized`) are not.
+    Norms, embedding, output, routers, biases and the projection of multi-token prediction are not.
     """
-    if parameter.role in _NOT_QUANTIZED or parameter.is_bias or len(parameter.shape) == 1:
-        return False
-    return _LAYER.sub("{n}", parameter.fqn, count=1) not in family.unquantized
+    return parameter.role not in _NOT_QUANTIZED and not parameter.is_bias and len(parameter.shape) > 1

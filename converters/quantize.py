@@ -115,7 +115,7 @@ def plan_quantization(
     """
     scheme = parse_quantize(quantize)
     family = get_family(weights.info.family)
-    matrices = {p.fqn for p in family.parameters(weights.info.args) if is_quantized(p, family)}
+    matrices = {p.fqn for p in family.parameters(weights.info.args) if is_quantized(p)}
     linear = [name for name in tensors if matrices.issuperset(native_of[name])]
     chosen, known = linear, scales_from
     if scales_from is not None and scales_from.quantized is not None:

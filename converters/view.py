@@ -212,7 +212,7 @@ def native_view(
                 problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
         present = {name: source.tensors[name] for name in foreign.names if name in found}
         if quantized:
-            if not is_quantized(parameter, family):
+            if not is_quantized(parameter):
                 problems += [f"quantized   {n}  {_STAYS}" for n in present if n in quantized.expressions]
             present = {name: quantized.native_info(name, info) for name, info in present.items()}
         problems += _part_problems(present, foreign.shape)

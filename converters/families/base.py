@@ -289,7 +289,6 @@ class Family:
     meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # where Meta's shards are not cut along tp_dim
     args_type: type[ModelArgs] = ModelArgs  # a subclass if the family has its own numbers, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them
-    unquantized: tuple[str, ...] = ()  # the same: weights of linear layers that fp8 checkpoints leave as they are
     # Whether a model is of this family, where several share an architecture's name or Meta's format
     claims: Callable[[ModelArgs], bool] = _any
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures

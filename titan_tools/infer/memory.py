@@ -16,6 +16,7 @@ from titan_tools.console import count, note
 from titan_tools.infer.decoding.cache import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
 from titan_tools.infer.model.load import SlicedModel
+from titan_tools.infer.model.quantize import STORED
 from titan_tools.infer.model.tensor_parallel import valid_tp
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
@@ -74,7 +75,7 @@ class OutOfMemory(TitanError):
 def memory_for_weights(work: Work, info: ModelInfo) -> Iterator[None]:
     """Raise OutOfMemory, with fixes, where loading a rank's weights runs out of memory."""
     num = sum(prod(parameter.shape) for parameter in get_family(info.family).parameters(info.args))
-    dtype = work.request.quantize or work.dtype
+    dtype = "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype
     num_gib = num * (1 if work.request.quantize else getattr(torch, dtype).itemsize) / work.tp / GIB
     with _explained(f" while reading the weights, about {num_gib:.2f} GiB per rank in {dtype}", _weight_tries(work)):
         yield

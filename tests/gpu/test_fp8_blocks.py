@@ -1,0 +1,63 @@
+"""Weights that stay in float8 with scales of blocks, and DeepSeek's cache of latents, on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from converters.stored_blocks import BlocksSource
+from converters.weights import open_native
+from tests.fp8_folders import dequantize, quantize, write_fp8
+from tests.tiny_deepseek import write_deepseek
+from tests.tiny_infer import load
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, has_block_products
+from titan_tools.infer.model.load import load_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = torch.device("cuda", 0)
+PROMPT = [(37 * n + 11) % 97 for n in range(40)]
+NEXT = [5, 96, 0, 41]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("hf")
+    numbers = {"hidden_size": 256, "moe_intermediate_size": 160, "kv_lora_rank": 144, "q_lora_rank": 132}
+    write_deepseek(place / "plain", **numbers)
+    return write_fp8(place / "fp8", place / "plain")
+
+
+def said_by(model):
+    """Logits after PROMPT and after each of NEXT, of two sequences."""
+    engine = Engine(model, rows=2, room=64)
+    logits = [engine.prefill(0, PROMPT), engine.prefill(1, PROMPT[3:9])]
+    logits += [logits for token in NEXT for logits in engine.decode([token, (token + 1) % 97])]
+    return torch.stack(logits).cpu()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize("shape", [(256, 384), (576, 256), (130, 70)])
+def test_a_product_is_near_that_of_the_values(rows, shape):
+    codes, scales = quantize(torch.randn(shape).bfloat16())
+    weight = Fp8Slice((128, 128), (0, 0)).to(GPU)
+    weight.codes, weight.scales = codes.to(GPU), scales.to(GPU)
+    x = torch.randn(rows, shape[1], device=GPU).bfloat16()
+    exact = x.float() @ dequantize(codes, scales, dtype=torch.float32).to(GPU).t()
+    found = F.linear(x, Fp8Weight([weight])).float()
+    assert (found - exact).norm() < (0.06 if has_block_products(GPU) else 0.01) * exact.norm()
+
+
+def test_latents_say_the_same_on_a_gpu(folder):
+    """In fp32, recorded as CUDA graphs."""
+    expected = said_by(load(folder))
+    torch.testing.assert_close(
+        said_by(load(folder, device=GPU)), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+    )
+
+
+def test_stored_weights_say_nearly_the_same(folder):
+    with open_native(folder) as weights:
+        source = BlocksSource(weights.source)
+        model = load_model(source, weights.info, dtype=torch.bfloat16, device=GPU, quantize="stored")
+    expected = said_by(load(folder, dtype=torch.bfloat16, device=GPU)).float()
+    assert (said_by(model).float() - expected).norm() < 0.1 * expected.norm()
