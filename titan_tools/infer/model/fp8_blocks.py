@@ -11,7 +11,6 @@ n and k: blocks of output and input features that hold a slice's.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from converters.catalog import Box
 from converters.fp8 import LARGEST, decode
 from converters.stored_blocks import CODES_OF, SCALES_OF, BlocksSource
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS, LinearWeight
 from titan_tools.infer.model.reading import Joined
 from trainer.checkpoints.arrays import as_tensor
 from trainer.parallel.cpu_products import multiplies
@@ -66,8 +65,8 @@ def block_values(codes: Tensor, scales: Tensor, block: tuple[int, int], start: t
     return (codes.float() * scales).to(_VALUES)
 
 
-class Fp8Weight(nn.Module):
-    """Replaces a weight [N, K]: torch calls it for `F.linear(x, weight, bias)`. Slices follow each other along N."""
+class Fp8Weight(LinearWeight, nn.Module):
+    """A weight [N, K] of slices that follow each other along N."""
 
     def __init__(self, slices: Sequence[Fp8Slice]):
         super().__init__()
@@ -85,19 +84,10 @@ class Fp8Weight(nn.Module):
     def _slices(self) -> list[Fp8Slice]:
         return list(self.slices)  # type: ignore[arg-type]
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.linear:
-            return NotImplemented  # torch raises TypeError
-        return cls._linear(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _linear(input: Tensor, weight: "Fp8Weight", bias: Tensor | None = None) -> Tensor:
-        parts = [part for each in weight._slices() for part in _products(input.flatten(0, -2), each)]
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        parts = [part for each in self._slices() for part in _products(x.flatten(0, -2), each)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        out = out.view(*input.shape[:-1], out.shape[-1])
+        out = out.view(*x.shape[:-1], out.shape[-1])
         return out if bias is None else out + bias
 
 

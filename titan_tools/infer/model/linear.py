@@ -1,6 +1,7 @@
 """Linear layers for decoding: fused projections, weights packed for oneDNN, and 16-bit weights multiplied in fp32."""
 
 import platform
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -81,9 +82,6 @@ def fuse(parent: nn.Module, names: Sequence[str], sizes: Sequence[int]) -> None:
 class LinearWeight:
     """Base of objects that replace a weight [N, K]: torch calls `product` for `F.linear(x, weight, bias)`."""
 
-    shape: torch.Size
-    num_bytes: int
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,8 +94,9 @@ class LinearWeight:
     def _linear(input: Tensor, weight: "LinearWeight", bias: Tensor | None = None) -> Tensor:
         return weight.product(input, bias)
 
+    @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
+        """`F.linear` of it."""
 
 
 class PackedWeight(LinearWeight):

@@ -19,7 +19,6 @@ Shape letters: B rows of activations, K input features, N output features.
 from collections.abc import Callable
 from functools import cache
 from logging import ERROR, getLogger
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.fp8_blocks import has_block_products
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS, LinearWeight
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.cpu_products import multiplies
 
@@ -38,8 +37,8 @@ _KERNEL_MULTIPLE = 16  # the kernel reads so many input features at a time, beyo
 _SMALLEST = 1e-12  # lower bound of a row's largest value, against a division by zero
 
 
-class QuantizedWeight(nn.Module):
-    """Replaces a weight [N, K]: torch calls it for `F.linear(x, weight, bias)`.
+class QuantizedWeight(LinearWeight, nn.Module):
+    """8-bit rows with a scale each.
 
     A module of two plain tensors, not a tensor subclass, which would cost time in each eager call.
     """
@@ -60,18 +59,9 @@ class QuantizedWeight(nn.Module):
     def num_bytes(self) -> int:
         return self.data_NK.nbytes + self.scale_N.nbytes
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.linear:
-            return NotImplemented  # torch raises TypeError
-        return cls._linear(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _linear(input: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None) -> Tensor:
-        out_BN = _product(input.flatten(0, -2), weight.data_NK, weight.scale_N)
-        out = out_BN.view(*input.shape[:-1], out_BN.shape[-1])
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out_BN = _product(x.flatten(0, -2), self.data_NK, self.scale_N)
+        out = out_BN.view(*x.shape[:-1], out_BN.shape[-1])
         return out if bias is None else out + bias
 
     def dequantize(self) -> Tensor:
