@@ -134,7 +134,7 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
     ]
     latent = [
         f"latent attention ({of.kv_rank} + {of.rotary_dim} values per token)"
-        for of in dict.fromkeys(block.attention for block in blocks)
+        for of in dict.fromkeys(block.latent for block in blocks)
         if of is not None
     ]
     if mtp := num_mtp_layers(weights.tensors, get_family(info.family), naming, info.args):

@@ -44,9 +44,15 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("num_groups", "top_groups", "n_group", "topk_group"): (int, 1, 65_536),
     ("route_scale", "routed_scaling_factor"): (float, 1e-6, 1e9),
     ("num_mtp_layers", "num_nextn_predict_layers"): (int, 0, 100),
-    ("rope_interleave",): (bool, False, True),
+    ("rope_interleave", "norms_qk", "use_qk_norm"): (bool, False, True),
+    ("window", "chunk"): (int, 1, 2**53),
+    ("temperature", "attn_scale", "clamp", "swiglu_limit"): (float, 0, 1e9),
+    ("temperature_length", "floor_scale"): (int, 1, 2**53),
 }
-_LAYER_LISTS = ("dense_layers", "mlp_only_layers")
+_LAYER_LISTS = (
+    *("dense_layers", "mlp_only_layers", "moe_layers", "sparse_layers"),
+    *("window_layers", "layers_without_positions"),
+)
 _MOST_EXPERTS = 1_000_000  # of all layers: no names are made for more, and no model has a tenth
 
 
@@ -96,13 +102,14 @@ def check_blocks(family: Family, args: ModelArgs, *, what: str) -> None:
     blocks = family.blocks(args)
     experts = [block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts)]
     problems = [problem for one in dict.fromkeys(experts) for problem in _expert_problems(one)]
-    for attention in dict.fromkeys(block.attention for block in blocks):
-        problems += [] if attention is None else _latent_problems(attention)
+    for latent in dict.fromkeys(block.latent for block in blocks):
+        problems += [] if latent is None else _latent_problems(latent)
     problems += family.problems(args)
     if (total := sum(one.num for one in experts)) > _MOST_EXPERTS:
         problems.append(f"{total:,} experts in {len(experts):,} layers; the most is {_MOST_EXPERTS:,}")
-    outside = [layer for layer in getattr(args, "dense_layers", ()) if layer >= args.num_layers]
-    problems += [f"layer {layer} is dense, but there are only {args.num_layers} layers" for layer in outside]
+    for name in _LAYER_LISTS:
+        outside = [layer for layer in getattr(args, name, ()) if layer >= args.num_layers]
+        problems += [f"{name} names layer {layer}, but there are only {args.num_layers} layers" for layer in outside]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
 
@@ -147,8 +154,8 @@ def _scaling_problems(args: ModelArgs) -> list[str]:
         for f in fields(scaling)
         if f.default is not None and getattr(scaling, f.name) is None
     ]
-    if isinstance(scaling, RopeScaling) and not problems and scaling.low_freq_factor >= scaling.high_freq_factor:
-        problems.append("RoPE scaling whose low_freq_factor is not below its high_freq_factor")
+    if isinstance(scaling, RopeScaling) and not problems and scaling.low_freq_factor > scaling.high_freq_factor:
+        problems.append("RoPE scaling whose low_freq_factor is above its high_freq_factor")
     if isinstance(scaling, YarnRope) and (args.rope_theta == 1 or not scaling.beta_fast or not scaling.beta_slow):
         problems.append("RoPE of type yarn with a theta of 1, or a beta_fast or beta_slow of 0")
     if isinstance(scaling, DynamicRope) and args.head_dim == 2:

@@ -128,6 +128,7 @@ class Role(Enum):
     OUTPUT = "projection to the vocabulary, [vocabulary, dim]"
     NORM = "scale of a norm over the model dim, [dim]"
     HEAD_NORM = "scale of a norm over each head of q or k, [head_dim]"
+    SINK = "score of a column of each head's softmax that has no value, [num_heads]"
     COLUMN = "linear layer whose output features are sharded, [out, in]"
     KV_COLUMN = "linear layer that produces the key or value heads, [num_kv_heads * head_dim, in]"
     UP_COLUMN = "column linear layer of a feed-forward whose result the gate multiplies, [hidden, in]"
@@ -136,6 +137,7 @@ class Role(Enum):
     ROUTER_BIAS = "offset of the experts' scores, which balances them and has no gradient, float32, [experts]"
     EXPERT_COLUMN = "COLUMN of every expert, stacked, [experts, out, in]"
     EXPERT_UP_COLUMN = "UP_COLUMN of every expert, stacked, [experts, out, in]"
+    EXPERT_GATE_UP = "COLUMN and UP_COLUMN of every expert, rows in turn, stacked, [experts, 2 * hidden, in]"
     EXPERT_ROW = "ROW of every expert, stacked, [experts, out, in]"
     LATENT = "linear layer whose output all heads share, [latent, in]"
     LATENT_NORM = "scale of a norm over such a latent, [latent]"
@@ -202,6 +204,10 @@ class Experts:
     best_of_group: int = 2
     shared_hidden: int = 0  # features inside of the expert that every token uses, whose output is added; 0: none
     balance_rate: float = 1e-3  # change of `expert_bias` per optimizer step (arXiv 2408.15664); 0: it stays as it is
+    scales_input: bool = False  # a token's weight multiplies what its expert reads, and not the output
+    # GPT-OSS's experts, which have biases, as the router has: one matrix has the rows of gates and up-projections in
+    # turn; gates are clamped to at most `clamp`, up-projections to ± clamp. None: SwiGLU without biases
+    clamp: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +234,34 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """Grouped-query attention with the numbers of ModelArgs, and what a layer computes differently from plain Llama's.
+
+    A token sees itself and tokens before it: the last `window` with itself, or those of its chunk, where positions
+    p // chunk are equal. With attention within documents, both count positions of a document.
+    """
+
+    window: int | None = None  # None: all tokens before it
+    chunk: int | None = None  # None: one chunk
+    has_sinks: bool = False  # Role.SINK
+    rotates: bool = True  # False: no rotary embedding
+    norms_qk: bool = False  # rotated q and k are divided by their root mean square over a head (eps: norm_eps)
+    # q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_length)) in fp32
+    temperature: float | None = None
+    temperature_length: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """What a layer computes. Layers with equal blocks differ only in their weights."""
 
     feed_forward: Dense | Experts
-    attention: Latent | None = None  # None: grouped-query attention with the numbers of ModelArgs
+    attention: Latent | GroupedQuery = GroupedQuery()
+
+    @property
+    def latent(self) -> Latent | None:
+        """Its latent attention, if it has one."""
+        return self.attention if isinstance(self.attention, Latent) else None
 
 
 def dense_block(args: ModelArgs, layer: int) -> Block:
@@ -307,7 +336,7 @@ class Family:
 
     def value_dim(self, args: ModelArgs) -> int:
         """Features of a head of v; those of q and k are `head_dim`."""
-        latent = self.block(args, 0).attention
+        latent = self.block(args, 0).latent
         return latent.value_dim if latent else args.head_dim
 
     def num_parameters(self, args: ModelArgs) -> int:

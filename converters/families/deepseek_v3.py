@@ -91,9 +91,9 @@ def parameters(args: ModelArgs) -> list[Parameter]:
 
 def _layer_parameters(layer: str, args: ModelArgs, number: int) -> list[Parameter]:
     found = block(args, number)
-    assert found.attention is not None
+    assert found.latent is not None
     return [
-        *_attention_parameters(f"{layer}.attention", args.dim, found.attention),
+        *_attention_parameters(f"{layer}.attention", args.dim, found.latent),
         *(
             expert_parameters(layer, args.dim, found.feed_forward)
             if isinstance(found.feed_forward, Experts)

@@ -6,11 +6,13 @@ from typing import Any
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import Family, ModelArgs
 from converters.families.deepseek import DEEPSEEK_V3
+from converters.families.gpt_oss_names import GPT_OSS
 from converters.families.llama2 import LLAMA2
 from converters.families.llama3 import LLAMA3
+from converters.families.llama4_names import LLAMA4
 from converters.families.qwen3 import QWEN3
 
-_FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA3, LLAMA2, QWEN3, DEEPSEEK_V3)}
+_FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA3, LLAMA2, QWEN3, DEEPSEEK_V3, GPT_OSS, LLAMA4)}
 
 
 # Models that resemble a known family, by model_type: why they are not read as one

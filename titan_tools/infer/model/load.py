@@ -130,7 +130,7 @@ def load_model(
     places: dict[Joined, Callable[[Tensor], None]] = {}  # what is read, and what is called with its values
     roles = {p.fqn: p.role for p in parameters}
     # Decode steps take a head's rows of these
-    read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.attention}
+    read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.latent}
     for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
         module, name = _owner(model, fqns[0])
         boxes, role = tuple((fqn, slices[fqn]) for fqn in fqns), roles[fqns[0]]
@@ -161,7 +161,7 @@ def load_model(
         _convert(model.output, form)
     model.to(device)  # its buffers, such as rotary frequencies
     head, model.output = model.output, None
-    latent = blocks[0].attention
+    latent = blocks[0].latent
     num_kv_heads = 1 if latent else slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim
     head_dim = latent.kv_rank + latent.rotary_dim if latent else args.head_dim
     return SlicedModel(
@@ -200,7 +200,7 @@ def _replace_experts(model: Any, blocks: Sequence[Block], *, tp: int) -> None:
 
 def _replace_latent_attention(model: Any, blocks: Sequence[Block]) -> None:
     for number, layer in model.layers.items():
-        if isinstance(latent := blocks[int(number)].attention, Latent):
+        if latent := blocks[int(number)].latent:
             layer.attention = LatentAttention(layer.attention, latent)
 
 

@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.make_mask: Callable[[Tensor], Any] | None = None  # set where the inner attentions keep to documents
-        latent = block(args, 0).attention
+        latent = block(args, 0).latent
         width = latent.rotary_dim if latent else args.head_dim
         self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on, width=width)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)

@@ -217,7 +217,7 @@ def test_null_is_the_default():
         ({"num_kv_heads": 3}, "8 attention heads cannot share 3"),
         ({"norm_eps": float("nan")}, "norm_eps = nan"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling is not"),
-        ({"rope_scaling": asdict(RopeScaling(low_freq_factor=5.0))}, "low_freq_factor is not below"),
+        ({"rope_scaling": asdict(RopeScaling(low_freq_factor=5.0))}, "low_freq_factor is above"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,0 +1,108 @@
+"""GPT-OSS: attention with sinks and windows, and experts with biases; its numbers, flavors and parameters."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from converters.families.base import (
+    ONLY_FOR_TRAINING,
+    Block,
+    Experts,
+    FlavorAttention,
+    GroupedQuery,
+    ModelArgs,
+    Parameter,
+    Role,
+    YarnRope,
+)
+from converters.families.llama import attention_parameters, list_parameters, norm_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssArgs(ModelArgs):
+    """The numbers of a GPT-OSS. Every layer has experts, `ffn_hidden` wide."""
+
+    window: int = 128  # tokens that a layer in `window_layers` attends to
+    window_layers: tuple[int, ...] = ()
+    num_experts: int = 32
+    experts_per_token: int = 4
+    clamp: float = 7.0  # see Experts
+    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+
+
+def block(args: ModelArgs, layer: int) -> Block:
+    """Sinks everywhere, windows in `window_layers`.
+
+    The weights are a softmax over the chosen experts' logits, which is that over all experts, divided by its sum.
+    """
+    assert isinstance(args, GptOssArgs)
+    window = args.window if layer in args.window_layers else None
+    experts = Experts(
+        num=args.num_experts,
+        top_k=args.experts_per_token,
+        hidden=args.ffn_hidden,
+        balance_rate=args.balance_rate,
+        clamp=args.clamp,
+    )
+    return Block(experts, GroupedQuery(window=window, has_sinks=True))
+
+
+def parameters(args: ModelArgs) -> list[Parameter]:
+    """Every parameter, in torchtitan's names."""
+    return list_parameters(args, _layer_parameters)
+
+
+def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    assert isinstance(args, GptOssArgs)
+    return [
+        *attention_parameters(layer, args),
+        Parameter(f"{layer}.attention.sinks", (args.num_heads,), Role.SINK, tp_dim=0),
+        *_expert_parameters(f"{layer}.moe", args),
+        *norm_parameters(layer, args),
+    ]
+
+
+def _expert_parameters(moe: str, args: GptOssArgs) -> list[Parameter]:
+    num, dim, hidden = args.num_experts, args.dim, args.ffn_hidden
+    gate = Parameter(f"{moe}.router.gate.weight", (num, dim), Role.ROUTER)
+    first = Parameter(f"{moe}.experts.mlp1_weight", (num, 2 * hidden, dim), Role.EXPERT_GATE_UP, 1, expert_dim=0)
+    second = Parameter(f"{moe}.experts.mlp2_weight", (num, dim, hidden), Role.EXPERT_ROW, 2, expert_dim=0)
+    return [
+        Parameter(f"{moe}.expert_bias", (num,), Role.ROUTER_BIAS, is_trained=False),
+        gate,
+        gate.bias(),
+        first,
+        replace(first, fqn=f"{moe}.experts.mlp1_bias", shape=(num, 2 * hidden), is_bias=True),
+        second,
+        replace(second, fqn=f"{moe}.experts.mlp2_bias", shape=(num, dim), tp_dim=None, is_bias=True),
+    ]
+
+
+def _args(dim: int, layers: int, experts: int, hidden: int = 2880, **rest: Any) -> GptOssArgs:
+    """The head size is given: it is not dim / heads."""
+    scaling = YarnRope(32.0, rest.pop("original", 4096), truncate=False)
+    numbers: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "vocab_size": 201088}
+    numbers |= {"rope_theta": 150000.0, "rope_scaling": scaling, "window_layers": tuple(range(0, layers, 2))} | rest
+    return GptOssArgs(dim, layers, ffn_hidden=hidden, num_experts=experts, attention_bias=True, **numbers)
+
+
+FLAVORS = {
+    "debugmodel": _args(256, 4, 8),
+    # small on purpose, for parity tests: more experts than have one digit, other sizes than dim, a short window, and
+    # lengths beyond YaRN's original one
+    "debug_window": _args(
+        128,
+        3,
+        12,
+        96,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        vocab_size=2048,
+        window=8,
+        max_seq_len=1024,
+        original=64,
+    ),
+    "20b": _args(2880, 24, 32),
+    "120b": _args(2880, 36, 128),
+}
+ATTENTION_OF = dict.fromkeys(("debugmodel", "20b", "120b"), FlavorAttention("flex"))

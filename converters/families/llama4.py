@@ -1,0 +1,130 @@
+"""Llama 4: layers without positions, chunked attention, and experts whose input is scaled; numbers and parameters."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.families.base import (
+    ONLY_FOR_TRAINING,
+    Block,
+    Dense,
+    Experts,
+    FlavorAttention,
+    GroupedQuery,
+    ModelArgs,
+    Parameter,
+    RopeScaling,
+)
+from converters.families.experts import expert_parameters
+from converters.families.llama import (
+    attention_parameters,
+    feed_forward_parameters,
+    list_parameters,
+    norm_parameters,
+)
+from converters.families.meta_params import ffn_hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Llama4Args(ModelArgs):
+    """The numbers of a Llama 4's text model. `ffn_hidden` is that of the dense layers."""
+
+    sparse_layers: tuple[int, ...] = ()  # those with experts
+    num_experts: int = 16
+    experts_per_token: int = 1
+    expert_hidden: int = 8192  # of the shared expert, too
+    layers_without_positions: tuple[int, ...] = ()  # no rotation, and the whole sequence is attended to
+    chunk: int | None = None  # see GroupedQuery; of the layers with rotation
+    norms_qk: bool = False  # of the layers with rotation
+    temperature: float | None = None  # see GroupedQuery; of the layers without rotation
+    temperature_length: int = 8192
+    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+
+
+def block(args: ModelArgs, layer: int) -> Block:
+    """Rotation, chunks and norms in most layers, temperature in the others; experts in `sparse_layers`."""
+    assert isinstance(args, Llama4Args)
+    if layer in args.layers_without_positions:
+        attention = GroupedQuery(
+            rotates=False, temperature=args.temperature, temperature_length=args.temperature_length
+        )
+    else:
+        attention = GroupedQuery(chunk=args.chunk, norms_qk=args.norms_qk)
+    if layer not in args.sparse_layers:
+        return Block(Dense(args.ffn_hidden), attention)
+    experts = Experts(
+        num=args.num_experts,
+        top_k=args.experts_per_token,
+        hidden=args.expert_hidden,
+        normalize=False,
+        score="sigmoid",
+        shared_hidden=args.expert_hidden,
+        balance_rate=args.balance_rate,
+        scales_input=True,
+    )
+    return Block(experts, attention)
+
+
+def parameters(args: ModelArgs) -> list[Parameter]:
+    """Every parameter of the text model, in torchtitan's names."""
+    return list_parameters(args, _layer_parameters)
+
+
+def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    feed_forward = block(args, int(layer.partition(".")[2])).feed_forward
+    return [
+        *attention_parameters(layer, args),
+        *(
+            expert_parameters(layer, args.dim, feed_forward)
+            if isinstance(feed_forward, Experts)
+            else feed_forward_parameters(layer, args)
+        ),
+        *norm_parameters(layer, args),
+    ]
+
+
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, *, step: int, **rest: Any) -> Llama4Args:
+    """Experts in every `step`-th layer."""
+    numbers: dict[str, Any] = {"vocab_size": 202048, "head_dim": dim // heads, "max_seq_len": 1048576}
+    numbers |= {"sparse_layers": tuple(range(step - 1, layers, step))} | rest
+    return Llama4Args(dim, layers, heads, kv_heads, ffn_hidden=hidden, **numbers)
+
+
+def _in_turn(layers: int, *, chunk: int, norms_qk: bool) -> dict[str, Any]:
+    """Every fourth layer without positions, and what belongs to it, as the published models have it."""
+    return {
+        "layers_without_positions": tuple(range(3, layers, 4)),
+        "chunk": chunk,
+        "norms_qk": norms_qk,
+        "temperature": 0.1,
+    }
+
+
+_SCALING = RopeScaling(16.0, 1.0, 1.0, 8192)
+_HIDDEN = ffn_hidden(5120, multiple_of=2048, multiplier=1.2)
+_DEBUG: dict[str, Any] = {"step": 2, "vocab_size": 2048, "num_experts": 8, "expert_hidden": 512}
+_DEBUG |= {"rope_scaling": _SCALING}
+_SMALL: dict[str, Any] = {"vocab_size": 2048, "head_dim": 32, "num_experts": 12, "expert_hidden": 96}
+_SMALL |= {"max_seq_len": 1024, "temperature_length": 16}
+_SCOUT: dict[str, Any] = {"step": 1, "max_seq_len": 10485760, "rope_scaling": _SCALING}
+_MAVERICK: dict[str, Any] = {"step": 2, "num_experts": 128}
+# torchtitan's names: those without `irope` rotate in every layer and attend to all tokens
+FLAVORS = {
+    "debugmodel": _args(256, 6, 16, 16, ffn_hidden(256, multiple_of=256), **_DEBUG),
+    "debugmodel_irope": _args(
+        256, 6, 16, 16, ffn_hidden(256, multiple_of=256), **_DEBUG, **_in_turn(6, chunk=256, norms_qk=True)
+    ),
+    # small on purpose, for parity tests: every size differs from every other, chunks and the length of the temperature
+    # are shorter than the sequences
+    "debug_scout": _args(
+        128, 5, 8, 4, 384, step=1, rope_scaling=_SCALING, **_SMALL, **_in_turn(5, chunk=24, norms_qk=True)
+    ),
+    "debug_maverick": _args(128, 5, 8, 4, 384, step=2, **_SMALL, **_in_turn(5, chunk=24, norms_qk=False)),
+    "17bx16e": _args(5120, 48, 40, 8, _HIDDEN, **_SCOUT),
+    "17bx16e_irope": _args(5120, 48, 40, 8, _HIDDEN, **_SCOUT, **_in_turn(48, chunk=8192, norms_qk=True)),  # Scout
+    "17bx128e": _args(5120, 48, 40, 8, _HIDDEN, **_MAVERICK),
+    "17bx128e_irope": _args(  # Maverick
+        5120, 48, 40, 8, _HIDDEN, **_MAVERICK, **_in_turn(48, chunk=8192, norms_qk=False)
+    ),
+}
+_BLOCK_CAUSAL = FlavorAttention("flex", "block_causal")
+ATTENTION_OF = {name: _BLOCK_CAUSAL for name in FLAVORS if name.endswith("_irope")}
