@@ -31,7 +31,7 @@ from converters.quantize import opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
-from converters.trained_by import apply_trained_by
+from converters.trained_by import TRAINED_BY, apply_trained_by
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 
@@ -103,12 +103,18 @@ def convert(
     `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
+    if mtp not in ("drop", "keep"):
+        raise ConfigError(f"unknown choice for layers of multi-token prediction: {mtp!r}", hint="known: drop, keep")
+    if trained_by not in (None, *TRAINED_BY):
+        raise ConfigError(f"unknown trainer: {trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
     if options.quantize and allow_nonfinite:
         raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     destination = destination_of(dst, output)
     destination.check(src, overwrite=overwrite)
+    if options.scales_from is not None:
+        destination.check(options.scales_from, overwrite=overwrite)
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
@@ -122,7 +128,9 @@ def convert(
             keep_mtp=mtp == "keep",
             dequantized=_dequantized(dtype),
         ) as opened,
-        opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
+        opened_scales(
+            options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
+        ) as scales_from,
     ):
         weights, trained = apply_trained_by(opened, trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
@@ -146,6 +154,8 @@ def convert(
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
+            if quantization:
+                quantization.check_known()
             done = destination.write(
                 source=plan.contents.view,
                 target=plan.target,
@@ -166,6 +176,7 @@ def convert(
                     quantization=quantization.fingerprint if quantization else "",
                 ),
                 encoders=quantization.encoders if quantization else None,
+                scales_from=quantization.known.reader if quantization and quantization.known else None,
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from converters import api
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
@@ -205,3 +206,14 @@ def test_the_projection_is_not_quantized(source, tmp_path):
     assert set(names) < set(config["quantization_config"]["modules_to_not_convert"])
     convert(tmp_path / "fp8", tmp_path / "again", to="dcp", mtp="keep")
     assert read_model_info(tmp_path / "again").args.num_mtp_layers == count
+
+
+def test_a_choice_that_is_none_is_refused(source, tmp_path):
+    """In Python, where nothing else checks it: a misspelled "keep" must not drop them."""
+    _, root, _ = source
+    for text, wrong in (("'Keep'", {"mtp": "Keep"}), ("'torchtitan'", {"trained_by": "torchtitan"})):
+        with pytest.raises(ConfigError, match=f"unknown .* {text}"):
+            api.convert(root / "hf", tmp_path / "out", to="dcp", **wrong)
+    assert not (tmp_path / "out").exists()
+    report = api.convert(root / "hf", tmp_path / "out", to="dcp", mtp="keep")
+    assert MTP_REASON not in report.dropped.values()
