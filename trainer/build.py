@@ -41,7 +41,7 @@ from trainer.parallel.document_attention import (
     positions_in_documents,
 )
 from trainer.parallel.document_mask import attention_kernel
-from trainer.parallel.expert_parallel import apply_expert_parallel
+from trainer.parallel.expert_parallel import apply_expert_parallel, with_shared_gather
 from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
@@ -219,7 +219,7 @@ def parallelize(
         uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=job.family.value_dim(job.args))
         apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
     if dims.tp > 1:
-        plan = get_trainer_family(job.family.name).tensor_plan(parameters)
+        plan = with_shared_gather(get_trainer_family(job.family.name).tensor_plan(parameters), part, dims)
         apply_tp(
             part,
             meshes["tp"],
