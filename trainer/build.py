@@ -126,7 +126,7 @@ def build(
             parts,
             split,
             meshes["pp"].get_group(),
-            schedule=config.parallelism.pipeline_parallel_schedule,
+            schedule=job.schedule,
             microbatch=Microbatch(
                 size=job.microbatch_size,
                 local_len=config.training.seq_len // dims.cp,
@@ -240,7 +240,7 @@ def parallelize(
         chunk_tokens=job.chunk_tokens,
         tp_mesh=meshes["tp"] if dims.tp > 1 else None,
         is_loss_parallel=loss_parallel,
-        all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
+        all_forward_first=dims.pp > 1 and job.schedule in ALL_FORWARD_FIRST,
     )
     if is_fsdp(training, parallelism, config.float8, dims):
         reshard, reshard_last = reshard_policy(
