@@ -233,6 +233,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *document_problems(
             config,
             get_family(config.model.name),
+            args,
             dims,
             takes_documents=get_trainer_family(config.model.name).takes_documents,
         ),
