@@ -96,7 +96,7 @@ class _Kind:
 
 def _capture_kind(job: Job, pp_ranks: Sequence[int], kernels: Kernels, num_steps: int) -> _Kind | None:
     parallelism = job.config.parallelism
-    schedule = parallelism.pipeline_parallel_schedule
+    schedule = job.schedule
     reshards = parallelism.fsdp_reshard_after_forward == "always"
     orders = orders_of_ranks(schedule, job.split, job.dims.pp, job.num_microbatches, reshards=reshards)
     if (found := shortest([orders[pp_rank] for pp_rank in pp_ranks], schedule)) is None:
