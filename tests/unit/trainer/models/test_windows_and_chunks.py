@@ -72,7 +72,7 @@ def bound_of(name: str, tokens: Tensor) -> float:
 
 @pytest.mark.parametrize("length", [1, 8, 9, 24, 25, LENGTH])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name, length):
+def test_logits_beyond_windows_and_chunks(name, length):
     ours, theirs = pair(name)
     tokens = tokens_of(name, length)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_logits_are_those_of_transformers(name, length):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_transformers(name):
+def test_gradients_beyond_windows_and_chunks(name):
     (ours, theirs), tokens = pair(name), tokens_of(name, LENGTH)
     by_our_names, gradients = REFERENCES[MODELS[name][0]].by_our_names, []
     for model in (copy.deepcopy(theirs).double(), theirs, ours, masked(name)):
