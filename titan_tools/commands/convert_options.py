@@ -73,6 +73,16 @@ Mtp = Annotated[
 ]
 
 
+KeepExtra = Annotated[
+    bool | None,
+    typer.Option(
+        help="Keep what a multimodal checkpoint has beside its text model (Llama 4's vision encoder): an export is "
+        "complete again. Default: only titan's own checkpoints keep it.",
+        show_default=False,
+    ),
+]
+
+
 class Trainer(StrEnum):
     """What trained a checkpoint of torchtitan's layout."""
 
