@@ -290,6 +290,15 @@ class Naming:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedOtherwise:
+    """What a trainer computes that has another model than the published one."""
+
+    args: ModelArgs  # that say it most nearly
+    unsaid: list[str]  # what no numbers say
+    summary: str  # the differences, in a few words
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in the files of Meta's releases that Meta's code takes apart, or renames, as it loads them."""
 
@@ -350,9 +359,8 @@ class Family:
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
-    # (numbers, beyond_original) → those that say most nearly what torchtitan v0.2.2's model computes, and what they do
-    # not say; None: it computes the published model
-    as_torchtitan_trained: Callable[..., tuple[ModelArgs, list[str]]] | None = None
+    # (numbers, beyond_original) → what torchtitan v0.2.2's model computes; None: it computes the published model
+    as_torchtitan_trained: Callable[..., TrainedOtherwise] | None = None
     problems: Callable[[ModelArgs], list[str]] = _no_problems  # what makes numbers impossible together
     multimodal: Multimodal | None = None
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family

@@ -8,6 +8,7 @@ from converters.families.llama import HF, TITAN_QKV_LINEAR
 from converters.families.llama4 import ATTENTION_OF, FLAVORS, Llama4Args, block, parameters
 from converters.families.llama4_config import TEXT, args_of, config_of
 from converters.families.llama4_meta import META, args_from_meta_params, meta_params, stored_tensors
+from converters.families.llama4_torchtitan import as_torchtitan_trained
 from converters.rules import Half, Rule, Transposed, Zeros
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
@@ -56,6 +57,7 @@ LLAMA4 = Family(
     meta_params=meta_params,
     meta_key="moe_args",
     meta_stored=stored_tensors,
+    as_torchtitan_trained=as_torchtitan_trained,
     multimodal=Multimodal(
         architecture="Llama4ForConditionalGeneration",
         model_type="llama4",

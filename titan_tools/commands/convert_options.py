@@ -95,7 +95,8 @@ TrainedBy = Annotated[
     Trainer | None,
     typer.Option(
         help="What trained a DCP of torchtitan's layout, where torchtitan v0.2.2 computes otherwise than the published "
-        "model (DeepSeek): the output describes what was trained. -yarn: with a training.seq_len above 4096.",
+        "model (DeepSeek, Llama 4): the output describes what was trained. -yarn: a DeepSeek with a training.seq_len "
+        "above 4096.",
         show_default=False,
     ),
 ]

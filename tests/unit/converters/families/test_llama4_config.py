@@ -209,8 +209,8 @@ MUST = (
     *("moe_layers = [1, 3]", "moe_layers = []", "interleave_moe_layer_step = 2", "no_rope_layers = [0, 1, 1, 0]"),
     *("no_rope_layers = []", "no_rope_layer_interval = 2", "attention_chunk_size = 3", "num_experts_per_tok = 3"),
     *("intermediate_size = 33", "intermediate_size_mlp = 33", "rms_norm_eps = 0.25", "tie_word_embeddings = True"),
-    *("num_key_value_heads = 1", "num_key_value_heads = None", "head_dim = 6", "rope_scaling", "theta alone"),
-    *("no head_dim", "no num_key_value_heads", "no attn_scale", "layer_types = None", "head_dim = None"),
+    *("num_key_value_heads = 1", "head_dim = 6", "rope_scaling", "theta alone"),
+    *("no head_dim", "no num_key_value_heads", "no attn_scale", "layer_types = None"),
 )
 
 
