@@ -13,7 +13,7 @@ import numpy as np
 from converters.catalog import Box, TensorInfo
 from converters.dtypes import numpy_dtype
 from converters.engine.encoder import Encoded
-from converters.errors import ConfigError, list_offenders
+from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.families.base import EMBEDDING, OUTPUT, Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fp8 import block_amax, decode, encode, num_blocks, saturated, scales_of
@@ -123,6 +123,12 @@ def plan_quantization(
     family = get_family(weights.info.family)
     matrices = {p.fqn for p in family.parameters(weights.info.args) if is_quantized(p)}
     linear = [name for name in tensors if matrices.issuperset(native_of[name])]
+    if any(len(tensors[name].shape) != 2 for name in linear):
+        raise UnsupportedError(
+            f"--quantize {quantize}: checkpoints with {naming.name} names of this model have the experts of a layer as "
+            "one tensor, for which there is no float8 form",
+            hint="leave it out",
+        )
     chosen, known = linear, scales_from
     if scales_from is not None and scales_from.quantized is not None:
         if scales_from.naming != naming.name:
