@@ -53,6 +53,7 @@ class ModelInfo:
     untranslated: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that `args` does not hold
     outer: Mapping[str, Any] = field(default_factory=dict)  # and those around a multimodal model's text part
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
+    stated_mtp_layers: int = field(default=0, compare=False)  # the weights may have fewer
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
     notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used
     quantization: Fp8Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
@@ -126,6 +127,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         untranslated,
         outer,
         stated_dtype=read_stated_dtype(config),
+        stated_mtp_layers=config.get("num_nextn_predict_layers", 0) or getattr(args, "num_mtp_layers", 0),
         remarks=tuple(remarks),
         quantization=quantization,
     )

@@ -115,6 +115,17 @@ def changed(root, folder, change):
     return folder
 
 
+def test_a_layer_that_config_json_states_and_nobody_has(source, tmp_path):
+    count, root, _ = source
+    folder = changed(root, tmp_path / "src", lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": count + 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{count} of {count + 1} layers for multi-token prediction are there"):
+        convert(folder, tmp_path / "dcp", to="dcp", mtp="keep")
+    convert(folder, tmp_path / "dcp", to="dcp", mtp="keep", allow_missing=True)
+    assert read_model_info(tmp_path / "dcp").args.num_mtp_layers == count
+
+
 def test_copies_that_are_not_equal(source, tmp_path):
     _, root, _ = source
 
