@@ -228,12 +228,12 @@ def test_torchtitans_file_for_experts_trains_with_them_on_one_rank_or_two(tmp_pa
     code, out, err = _run("train", file, "--dry-run", "--world-size=8", ep2)
     assert code == 0 and "efsdp 4 × ep 2 × etp 1" in out, err
     losses = {}
-    for run, words in {"one": (), "two": ("--nproc=2",), "ep 2": ("--nproc=2", ep2)}.items():
+    for layout, words in {"one": (), "two": ("--nproc=2",), "ep 2": ("--nproc=2", ep2)}.items():
         cut = ("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=2", "--metrics.log_freq=1")
-        code, out, err = _run("train", file, *cut, *words, f"--job.dump_folder={run}")
+        code, out, err = _run("train", file, *cut, *words, f"--job.dump_folder={layout}")
         assert code == 0, err
-        losses[run] = read_losses(tmp_path / run)
-        assert set(losses[run]) == {1, 2}
+        losses[layout] = read_losses(tmp_path / layout)
+        assert set(losses[layout]) == {1, 2}
     # The same samples and experts, wherever these are: equal up to bf16
     assert losses["ep 2"] == pytest.approx(losses["two"], rel=1e-3)
 

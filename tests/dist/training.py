@@ -67,7 +67,7 @@ def _register_experts(name: str) -> None:
     """A family with routers whose scores do not nearly tie, and with biases that are not 0 at first.
 
     `two_experts` of a family has fewer than most layouts have ranks. DeepSeek's norms of latents are not 1 at first,
-    GPT-OSS's biases and sinks are not 0. `eight_layers` of DeepSeek are for several stages of a rank.
+    GPT-OSS's biases and sinks are not 0. `eight_layers` of a family are for several stages of a rank.
     """
     base = name.removesuffix("_experts")
     trained, family = get_trainer_family(base), get_family(base)
@@ -77,7 +77,11 @@ def _register_experts(name: str) -> None:
         flavors["two_experts"] = replace(flavors["debug_moe_mixed"], **of_two)
     elif name == BIASED_EXPERTS:
         flavors["two_experts"] = replace(flavors["debug_window"], num_experts=2, experts_per_token=1)
-    elif name == LATENTS:
+        flavors["eight_layers"] = replace(flavors["debug_window"], num_layers=8, window_layers=(0, 2, 4, 6))
+    elif name == SCALED_EXPERTS:
+        in_turn = {"sparse_layers": (1, 3, 5, 7), "layers_without_positions": (3, 7)}
+        flavors["eight_layers"] = replace(flavors["debug_maverick"], num_layers=8, **in_turn)
+    else:
         widths = {"head_dim": 32, "rotary_dim": 16, "value_dim": 32}
         flavors["float8"] = replace(flavors["debug_v3"], **widths)  # multiples of 16 on two tensor ranks
         flavors["eight_layers"] = replace(flavors["debug_v2"], num_layers=8, num_dense_layers=3)
