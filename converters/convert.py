@@ -14,6 +14,7 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, no_progress
+from converters.expressions import TRANSPOSED_ROWS
 from converters.families.registry import get_family
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
@@ -24,6 +25,9 @@ from converters.needs import (
     COPY_BYTES_PER_SEC,
     DEQUANTIZE_BYTES_PER_SEC,
     QUANTIZE_BYTES_PER_SEC,
+    TRANSPOSE_BYTES_PER_SEC,
+    TRANSPOSING_WORKER_BYTES,
+    WORKER_BYTES,
     Needs,
     estimate_needs,
 )
@@ -159,6 +163,7 @@ def convert(
                 workers=workers,
                 carried=carried,
                 worker_bytes_per_sec=_worker_rate(weights, plan),
+                worker_bytes=TRANSPOSING_WORKER_BYTES if _transposes(weights, plan) else WORKER_BYTES,
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
@@ -265,7 +270,15 @@ def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:
     """Bytes that a thread writes per second."""
     if plan.quantization:
         return QUANTIZE_BYTES_PER_SEC
+    if _transposes(weights, plan):
+        return TRANSPOSE_BYTES_PER_SEC
     return DEQUANTIZE_BYTES_PER_SEC if weights.quantized else COPY_BYTES_PER_SEC
+
+
+def _transposes(weights: NativeWeights, plan: ConversionPlan) -> bool:
+    """Whether large matrices are transposed on the way."""
+    read = (*weights.source.expressions.values(), *plan.contents.view.expressions.values())
+    return any(made.rows_together >= TRANSPOSED_ROWS for made in read)
 
 
 def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:

@@ -43,7 +43,9 @@ ModelFrom = Annotated[
         show_default=False,
     ),
 ]
-Workers = Annotated[int, typer.Option(metavar="N", min=1, max=256, help="Threads that copy; 16 MiB each.")]
+Workers = Annotated[
+    int, typer.Option(metavar="N", min=1, max=256, help="Threads that copy; 16 MiB each, 40 that transpose.")
+]
 AllowMissing = Annotated[
     bool,
     typer.Option("--allow-missing", help="Convert although SRC lacks tensors of the model; they are listed."),

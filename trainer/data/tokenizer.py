@@ -16,8 +16,9 @@ from converters.tokenizers.agreement import Comparison, compare_tokenizers, disa
 from converters.tokenizers.config_tokens import read_table, tokens_only_in_config
 from converters.tokenizers.tiktoken_model import (
     BEGIN,
-    LLAMA3_PATTERN,
+    RELEASED_VOCAB,
     looks_like_tiktoken,
+    pattern_of,
     read_ranks,
     special_tokens_after,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
 _LEAD = "\U000ffffd"  # a private-use character, which merges with nothing
 _PROBE = "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
-_RELEASED_VOCAB, _NUM_RELEASED_RANKS, _NUM_SPECIAL = 128256, 128000, 10
+_NUM_SPECIAL = 10  # that are named
 
 
 class Tokenizer(Protocol):
@@ -116,7 +117,7 @@ class _TiktokenTokenizer:
         if missing:
             raise DataError(f"{model}: {missing} of the 256 single bytes have no rank, so some text has no ids")
         words: set[str] = set()
-        pattern, self._parts = LLAMA3_PATTERN, _without_long_white_space
+        pattern, self._parts = pattern_of(len(ranks)), _without_long_white_space
         if model.name == MOONSHOT_RANKS:
             specials, self.prefix_ids = moonshot.special_tokens(assets, len(ranks)), ()
             pattern, self._parts = moonshot.PATTERN, moonshot.parts_of
@@ -256,8 +257,8 @@ def _framed(tokenizer: Tokenizer, ids: list[int], *, bos: bool, eos: bool) -> li
 
 
 def _specials_after(num_ranks: int) -> dict[str, int]:
-    """Those of a tokenizer.model that comes alone: Meta's 256 after its 128,000 ranks, else the ten named ones."""
-    vocab_size = _RELEASED_VOCAB if num_ranks == _NUM_RELEASED_RANKS else num_ranks + _NUM_SPECIAL
+    """Those of a tokenizer.model that comes alone: of Meta's releases all of their code, else the ten named ones."""
+    vocab_size = RELEASED_VOCAB.get(num_ranks, num_ranks + _NUM_SPECIAL)
     names = special_tokens_after(num_ranks, vocab_size=vocab_size)
     return {name: num_ranks + i for i, name in enumerate(names)}
 
