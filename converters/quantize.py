@@ -19,6 +19,7 @@ from converters.families.registry import get_family
 from converters.fp8 import block_amax, decode, encode, num_blocks, saturated, scales_of
 from converters.open import open_checkpoint
 from converters.quantization import CODES, SCALE, SPELLINGS, Fp8Scheme, is_quantized, parse_quantize
+from converters.source_check import check_tensors
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 _Array = np.ndarray[Any, Any]
@@ -87,6 +88,11 @@ class Quantization:
                 planned[name] = TensorInfo(CODES, info.shape)
                 planned[encoder.scales] = TensorInfo(encoder.scale_dtype, _grid(info.shape, self.scheme))
         return planned
+
+    def check_known(self) -> None:
+        """Raise CheckpointError where the scales that are kept are not those of their folder's manifest."""
+        if self.known is not None and self.keeps_known:
+            check_tensors(self.known.reader, [each.scales for each in self.encoders.values() if each.known])
 
     @property
     def fingerprint(self) -> str:
@@ -169,12 +175,17 @@ def _same_scheme(asked: Fp8Scheme, found: Fp8Scheme, folder: Path) -> Fp8Scheme:
 
 
 @contextmanager
-def opened_scales(folder: Path | None, weights: NativeWeights) -> Iterator[NativeWeights | None]:
-    """The quantized copy of a model that `--scales-from` names. Raises ConfigError where it is of another model."""
+def opened_scales(
+    folder: Path | None, weights: NativeWeights, *, keep_mtp: bool = False
+) -> Iterator[NativeWeights | None]:
+    """The quantized copy of a model that `--scales-from` names. Raises ConfigError where it is of another model.
+
+    `keep_mtp`: with its layers for multi-token prediction, if there are any.
+    """
     if folder is None:
         yield None
         return
-    with native_weights(open_checkpoint(folder)) as known:
+    with native_weights(open_checkpoint(folder), keep_mtp=keep_mtp) as known:
         if known.quantized is None:
             raise ConfigError(f"--scales-from {folder}: its weights are not quantized")
         ours, theirs = computed_numbers(weights.info.args), computed_numbers(known.info.args)

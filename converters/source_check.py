@@ -110,6 +110,16 @@ def vouched_for(
     return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored, halved)
 
 
+def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
+    """Raise CheckpointError where tensors, which are read alone, or files without tensors differ from the manifest.
+
+    Does nothing without a manifest. Files with tensors that have no digest are read whole.
+    """
+    stored = {name: (name,) for name in names}
+    if vouched := vouched_for(reader.catalog, stored):
+        replace(vouched, lost="").check({name: _digest_of(reader, name) for name in stored})
+
+
 def check_digests(catalog: Catalog, stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest]) -> None:
     """Raise CheckpointError where digests of what was read (see Vouched) are not the manifest's, if there is one."""
     if manifest := _manifest_of(catalog):
