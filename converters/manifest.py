@@ -49,8 +49,8 @@ class FileSum:
 class TensorSum:
     """A tensor in the manifest. `digest` is "" where none was computed (see digest.py).
 
-    `digest_dtype` and `digest_shape`: of the values that the digest is of, where they are not `dtype` and `shape`: those
-    of codes times scales.
+    `digest_dtype` and `digest_shape`: of the values that the digest is of, where they are not `dtype` and `shape`:
+    those of codes times scales.
     """
 
     dtype: str

@@ -20,7 +20,7 @@ NOT_A_NUMBER = 255  # a scale
 _BIAS = 127
 _LARGEST_EXPONENT = 2  # of VALUES: 4.0
 _AT_ONCE = 1 << 17  # values that are encoded at a time: the temporaries stay in a core's cache
-_HALF, _OLD_BIAS = 0x1FFFFF, 126 << 1  # half of e2m1's last bit in float32; float32's exponent bias minus e2m1's
+_HALF_STEP, _OLD_BIAS = 0x1FFFFF, 126 << 1  # half of e2m1's last bit in float32; float32's exponent bias minus e2m1's
 _SUBNORMAL = np.float32(1 << 22)  # its last bit is 0.5, as that of e2m1's subnormal numbers
 _Array = np.ndarray[Any, Any]
 
@@ -108,8 +108,7 @@ def _rounded_to_e2m1(values: _Array) -> _Array:
     small -= _SUBNORMAL.view(np.uint32)  # in units of 0.5: the code of a subnormal number
     odd = bits >> np.uint32(22)
     odd &= np.uint32(1)
-    odd += np.uint32(_HALF)
-    bits += odd
+    bits += odd + np.uint32(_HALF_STEP)
     bits >>= np.uint32(22)
     # below 1 the first is larger than 2 at most by rounding, and above it the second is the smaller one
     np.maximum(bits, np.uint32(_OLD_BIAS + 2), out=bits)

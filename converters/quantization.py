@@ -1,7 +1,7 @@
 """How a Hugging Face checkpoint is quantized: `quantization_config` of config.json, read and written.
 
-Covered is float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published, and mxfp4, as GPT-OSS is
-(mxfp4_scheme.py). The scales of a float8 weight are a tensor of their own, whose name is the weight's with `_scale_inv`.
+Covered are float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published, and mxfp4, as GPT-OSS
+is (mxfp4_scheme.py). The scales of a float8 weight are a tensor of their own, whose name is the weight's with `_scale_inv`.
 """
 
 from collections.abc import Mapping
@@ -106,8 +106,8 @@ def read_quantization(config: Mapping[str, Any]) -> Scheme | None:
         known = _NAMED.get(str(method), "")
         raise UnsupportedError(
             f"config.json: {KEY} has quant_method {method!r:.60}{known}, which is not covered",
-            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, mxfp4, as GPT-OSS is, "
-            "and 16 bits or more",
+            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, mxfp4, as GPT-OSS "
+            "is, and 16 bits or more",
         )
     problems = [f"{key} = {given[key]!r:.60}" for key, values in _ACCEPTED.items() if given.get(key) not in values]
     problems += [f"{key} = {given[key]!r:.60}" for key in given if key not in _KNOWN]

@@ -1,6 +1,6 @@
 """Plan which weights an output quantizes: one tensor of values becomes a tensor of codes and one of scales."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,9 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from converters.catalog import Box, TensorInfo
+from converters.catalog import TensorInfo
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.expressions import Mxfp4Blocks
 from converters.families.base import EMBEDDING, OUTPUT, Naming, computed_numbers
@@ -82,7 +80,7 @@ def plan_quantization(
     `scales_from`: an fp8 copy of the model, whose scales are kept, and which says which weights are quantized. Without
     one, scales that differ from those of a source that is quantized itself are counted.
     """
-    scheme, source, info = parse_quantize(quantize), weights.source, weights.info
+    scheme, info = parse_quantize(quantize), weights.info
     covered = {p.fqn for p in get_family(info.family).parameters(info.args) if scheme.covers(p)}
     chosen, known = [name for name in tensors if covered.issuperset(native_of[name])], scales_from
     is_renamed = isinstance(scheme, Fp8Scheme) and (known or weights).naming != naming.name

@@ -22,7 +22,6 @@ from converters.engine.digest import TensorDigest
 from converters.engine.encoder import Encoder
 from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
-from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, list_offenders
 from converters.expressions import RowNumbers
 from converters.threads import deferred_signals, in_parallel
@@ -31,6 +30,7 @@ from converters.view import View
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # read, hashed and written at a time: fits into a core's cache
 UNIT_BYTES = 8 << 20  # the work of a thread, and of a line of the journal
+MOST_BYTES = 16 << 20  # that are read at a time where a view asks for rows together
 
 
 @dataclass(slots=True)
@@ -154,8 +154,7 @@ def copy_tensors(
                     )
             unit.num_bytes += array.nbytes
 
-        for box in unit.boxes:
-            array = source.read(fqn, box)
+        for box, array in _blocks(source, fqn, unit.boxes, whole=encoder is not None):
             if source_digest is not None:
                 add(source_digest, box, array)
             if fqn in changed:
@@ -295,11 +294,26 @@ def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]
 
 
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
-    """Maximal bytes of a block, so that it holds all rows that a view permutes among each other (those of a head)."""
+    """Maximal bytes that are read at a time: rows that a view permutes among each other (those of a head), together."""
     rows = _rows_together(source, fqn)
-    if rows == 1 or not 0 < rows * row_bytes <= MOST_BYTES:
+    if rows == 1 or not 0 < row_bytes <= MOST_BYTES:
         return BLOCK_BYTES
-    return _whole_blocks(rows * row_bytes)
+    return _whole_blocks(min(rows, MOST_BYTES // row_bytes) * row_bytes)
+
+
+def _blocks(
+    source: TensorSource, fqn: str, boxes: Sequence[Box], *, whole: bool
+) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
+    """Boxes with their values. Those that are read together are cut into blocks of BLOCK_BYTES unless `whole`."""
+    for read in boxes:
+        array = source.read(fqn, read)
+        if whole or array.nbytes <= BLOCK_BYTES:
+            yield read, array
+            continue
+        for blocks in whole_row_units(read.sizes, array.itemsize, BLOCK_BYTES):
+            for block in blocks:
+                offsets = tuple(a + b for a, b in zip(read.offsets, block.offsets, strict=True))
+                yield Box(offsets, block.sizes), array[block.slices_within(Box.whole(read.sizes))]
 
 
 def _whole_blocks(num_bytes: int) -> int:
