@@ -332,7 +332,6 @@ class Fp8Blocks:
         return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
 
 
-<<<<<<< HEAD
 @dataclass(frozen=True, slots=True)
 class Mxfp4Blocks:
     """A tensor [..., columns] of mxfp4 codes [..., blocks, 16] with their scales [..., blocks], in `dtype`.
@@ -366,10 +365,7 @@ class Mxfp4Blocks:
         return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
 
 
-def has_halves(expression: Expression) -> bool:
-=======
 def has_own_rows(expression: Expression) -> bool:
->>>>>>> l4disk
     """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
     if isinstance(expression, Take | Join | Transpose):
         return True
@@ -396,11 +392,7 @@ def source_rows(expression: Expression, rows: Rows) -> Rows:
             if isinstance(rows, range):
                 return source_rows(part, range(rows.start + first, rows.stop + first))
             return source_rows(part, (np.asarray(rows) + first).tolist())
-<<<<<<< HEAD
-    assert isinstance(expression, Source | AllZeros | Join | Fp8Blocks | Mxfp4Blocks), (
-=======
-    assert isinstance(expression, Source | AllZeros | Join | Transpose | Fp8Blocks), (
->>>>>>> l4disk
+    assert isinstance(expression, Source | AllZeros | Join | Transpose | Fp8Blocks | Mxfp4Blocks), (
         f"{type(expression).__name__}: its rows are parts of others"
     )
     return rows

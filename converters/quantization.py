@@ -1,7 +1,7 @@
 """How a Hugging Face checkpoint is quantized: `quantization_config` of config.json, read and written.
 
-Covered are float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published, and mxfp4, as GPT-OSS
-is (mxfp4_scheme.py). The scales of a float8 weight are a tensor of their own, whose name is the weight's with `_scale_inv`.
+Covered are float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published, and mxfp4, as GPT-OSS is
+(mxfp4_scheme.py). Scales of a float8 weight are a tensor of their own, with the weight's name and `_scale_inv`.
 """
 
 from collections.abc import Mapping
