@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -106,11 +106,14 @@ def execute(
                 raise _non_finite_error(copied.non_finite)
             files = target.finish(made.folder, copied.crc32)
             other_files = write_small_files(made.folder)
-            of = {name: encoder.digest_dtype for name, encoder in (encoders or {}).items()} if digests else {}
             tensors = {
-                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""), of.get(name, ""))
+                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""))
                 for name, info in target.tensors.items()
             }
+            for name, encoder in (encoders or {}).items() if digests else ():
+                shape = source.tensors[name].shape
+                other = () if shape == tensors[name].shape else shape
+                tensors[name] = replace(tensors[name], digest_dtype=encoder.digest_dtype, digest_shape=other)
             write_manifest(made.folder, tensors=tensors, files=files)
             for each in (source, scales_from):  # last: nothing is read after this
                 _require_unchanged(each)

@@ -40,7 +40,7 @@ class Vouched:
                 continue
             if not self.halved.isdisjoint(names):
                 continue
-            if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].shape:
+            if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].values_shape:
                 is_same = found[targets[0]].hexdigest() == listed[0].digest
             else:
                 sums = sum(entry.sum_of_rows for entry in listed)
@@ -58,7 +58,7 @@ def _groups(
     """Targets and source tensors that hold the same values: mostly one of each, in one shape."""
     parts: dict[str, list[str]] = {}  # source tensor → targets that are not all of it alone
     for target, names in stored.items():
-        if len(names) == 1 and names[0] in listed and found[target].shape == listed[names[0]].shape:
+        if len(names) == 1 and names[0] in listed and found[target].shape == listed[names[0]].values_shape:
             yield [target], [names[0]]
         else:
             for name in names:

@@ -9,10 +9,10 @@ from converters.accept import accept
 from converters.convert import convert
 from converters.errors import CheckpointError, ConfigError, TitanError
 from converters.formats.base import OutputOptions
+from converters.fp8_encoder import Fp8Encoder
 from converters.inspect import inspect_checkpoint
 from converters.manifest import read_manifest, write_manifest
 from converters.quantization import Fp8Scheme, read_quantization
-from converters.quantize import Fp8Encoder
 from converters.verify import verify
 from converters.weights import open_native
 from tests.fp8_folders import E4M3, dequantize, is_quantized, quantize, read_folder, save, write_fp8
