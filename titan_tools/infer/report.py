@@ -56,9 +56,7 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
     steps, decode_secs = timings.num_decode_steps, timings.decode_secs
     gb_per_sec = None
     if steps and engine is not None:
-        model, num_cached = engine.model, timings.cache_tokens_read
-        num_bytes = steps * model.bytes_per_token + timings.expert_bytes_read
-        num_bytes += num_cached * model.bytes_per_cached_token
+        num_bytes = steps * engine.model.bytes_per_token + timings.expert_bytes_read + timings.cache_bytes_read
         gb_per_sec = num_bytes / decode_secs / 1e9
     peak = peak_gb_per_sec(ranks.device)
     return {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
-from converters.families.base import Block, Experts, Latent, Parameter, Role
+from converters.families.base import Block, Experts, GroupedQuery, Latent, Parameter, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.stored_blocks import BlocksSource
@@ -31,6 +31,7 @@ from titan_tools.infer.model.linear import (
     has_fast_vector_products,
 )
 from titan_tools.infer.model.quantize import STORED, QuantizedWeight, quantize_weight
+from titan_tools.infer.model.reach import MOST_MARKS, Reach, reach_of
 from titan_tools.infer.model.reading import Joined, read_in_order
 from titan_tools.infer.model.tensor_parallel import (
     GatheredOutput,
@@ -65,14 +66,29 @@ class SlicedModel:
     bytes_per_token: int  # weights that a decode step of one sequence reads on this rank, without experts
     experts: tuple[RoutedExperts, ...] = ()  # the layers that have some
     latent: Latent | None = None  # the attention, where one key is cached for all heads, and values are a part of it
+    attentions: tuple[Latent | GroupedQuery, ...] = ()  # of every layer
     quantized: str | None = None
 
     @property
-    def bytes_per_cached_token(self) -> int:
-        """Keys and values of a token, in all layers on this rank."""
-        num_layers = len(self.body.get_submodule("layers"))  # type: ignore[arg-type]  # a ModuleDict
+    def has_sinks(self) -> bool:
+        return any(isinstance(one, GroupedQuery) and one.has_sinks for one in self.attentions)
+
+    def reaches(self, room: int) -> list[Reach]:
+        """Of every layer, in rows of `room` tokens."""
+        return [reach_of(attention, room) for attention in self.attentions]
+
+    def cache_bytes(self, room: int) -> int:
+        """Keys and values of a row of `room` tokens in all layers on this rank, with the copies of its windows."""
+        copies = 1 + MOST_MARKS
+        return self._bytes_of(sum(each.size * (copies if each.is_window else 1) for each in self.reaches(room)))
+
+    def cache_bytes_seen(self, num: int) -> int:
+        """Keys and values that the last of `num` tokens sees, in all layers on this rank."""
+        return self._bytes_of(sum(each.num_seen(num - 1) for each in self.reaches(num)))
+
+    def _bytes_of(self, num_tokens: int) -> int:
         per_head = self.head_dim if self.latent else 2 * self.head_dim
-        return num_layers * self.num_kv_heads * per_head * self.dtype.itemsize
+        return num_tokens * self.num_kv_heads * per_head * self.dtype.itemsize
 
     def expert_bytes(self, num: int) -> int:
         """Weights of the experts that a decode step of `num` sequences chooses on average if all are equally likely."""
@@ -174,6 +190,7 @@ def load_model(
         bytes_per_token=_bytes_per_token(model, head),
         experts=tuple(module for module in model.modules() if isinstance(module, RoutedExperts)),
         latent=latent,
+        attentions=tuple(block.attention for block in blocks),
         quantized=quantize,
     )
 

@@ -257,7 +257,7 @@ def test_room_takes_memory_when_it_is_used(pair):
     room = (8 << 30) // (2 * len(pair[1].body.layers) * heads_dim * 4)
     before = resident_bytes()  # of all tests before this one, which may be much
     engine = Engine(pair[1], rows=1, room=room)
-    assert engine.model.bytes_per_cached_token * room > 7 << 30
+    assert engine.model.cache_bytes(room) > 7 << 30
     engine.prefill(0, [1, 2, 3])
     assert resident_bytes() - before < 1 << 30
 
