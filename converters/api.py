@@ -19,7 +19,7 @@ from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
 from converters.formats.base import OutputOptions
 from converters.inspect import Inspection, inspect_checkpoint
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.reshard import ReshardReport
 from converters.reshard import reshard as _reshard
 from converters.rules import Drop, Half, RopeHalves, Rule, Same, Stacked, Zeros

@@ -15,6 +15,7 @@ from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, TitanError, UnsupportedError
 from converters.expressions import RowNumbers
 from converters.families.registry import get_family
+from converters.foreign_view import native_row_numbers
 from converters.manifest import TensorSum
 from converters.model_from import find_model_info
 from converters.model_info import describes_model
@@ -23,7 +24,6 @@ from converters.names import HF_CONFIG, MANIFEST
 from converters.quantization import SCALE
 from converters.quantized_tensors import DequantizedSource, QuantizedTensors
 from converters.verify_report import Check
-from converters.view import native_row_numbers
 from converters.weights import model_part, naming_of, native_weights, quantized_tensors
 
 

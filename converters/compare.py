@@ -48,6 +48,16 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
     return None
 
 
+def first_difference(source: TensorSource, one: str, other: str) -> str:
+    """Where two tensors do not hold the same bits; "" where they do. Reads them in blocks."""
+    a, b = source.tensors[one], source.tensors[other]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    if block := first_differing_block(source, one, source, other):
+        return f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
+    return ""
+
+
 def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Deviation | None:
     """How far two tensors of one shape differ; None where dtype and all bits agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]

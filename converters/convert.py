@@ -17,6 +17,7 @@ from converters.execute import Execution, Progress, no_progress
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
 from converters.mtp import check_repeats, describe_mtp
+from converters.namings import is_named
 from converters.needs import (
     COPY_BYTES_PER_SEC,
     DEQUANTIZE_BYTES_PER_SEC,
@@ -31,7 +32,6 @@ from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
 from converters.trained_by import apply_trained_by
-from converters.view import is_named
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 

@@ -19,10 +19,12 @@ from converters.expressions import HeadRows
 from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fold import number_ranges
+from converters.foreign_view import foreign_view
 from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, describes_model
+from converters.namings import fused_with, namings_for
 from converters.open import open_checkpoint
-from converters.view import Ledger, View, foreign_view, fused_with, namings_for
+from converters.view import Ledger, View
 from converters.weights import model_part, native_weights
 
 

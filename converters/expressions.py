@@ -1,8 +1,8 @@
 """Expressions: a tensor as a small tree over tensors of a source, such as a stack of experts or a half of a matrix.
 
 Every node reads any box of its tensor and reads no more of the source than that box, up to a head of rows. A table of
-names is typed for one direction (rules.py); view.py makes the trees of both directions from it: Take and Join, Stack
-and Index, HeadRows and HeadRows are each other's inverse.
+names is typed for one direction (rules.py); rule_expressions.py makes the trees of both directions from it: Take and
+Join, Stack and Index, HeadRows and HeadRows are each other's inverse.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,10 +8,11 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
+from converters.compare import first_difference
 from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.rules import Drop
-from converters.view import View, first_difference
+from converters.view import View
 
 MTP_REASON = "of a layer for multi-token prediction, which the model computes without; --mtp keep keeps it"
 _NUMBER = "num_mtp_layers"  # in the args of families that have such layers

@@ -14,10 +14,12 @@ from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.expressions import Expression, Index, RowNumbers, Source, Stack, has_halves
 from converters.families.registry import get_family
 from converters.fold import fold_texts
+from converters.foreign_view import foreign_view
 from converters.formats.base import Contents, Format, OutputOptions
+from converters.namings import is_named
 from converters.quantize import Quantization, plan_quantization
 from converters.source_check import check_digests
-from converters.view import View, foreign_view, is_named
+from converters.view import View
 from converters.weights import NativeWeights
 
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}

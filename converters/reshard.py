@@ -22,15 +22,10 @@ from converters.execute import Execution, Progress, check_places, execute, no_pr
 from converters.expressions import has_halves
 from converters.families.registry import get_family
 from converters.json_file import read_json
-from converters.layout import (
-    Files,
-    MeshShape,
-    boxes_for_any_mesh,
-    boxes_for_mesh,
-    boxes_for_num_files,
-    check_mesh,
-)
+from converters.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
 from converters.manifest import list_files
+from converters.mesh_check import check_mesh
+from converters.mesh_shape import MeshShape
 from converters.model_info import UNTRANSLATED, ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.needs import Needs, estimate_needs

@@ -21,9 +21,11 @@ from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, find_model_file
 from converters.mtp import num_mtp_layers, with_mtp, without_mtp
 from converters.names import section_of
+from converters.namings import detect_naming
+from converters.native_view import native_view
 from converters.open import open_checkpoint
 from converters.quantized_tensors import QuantizedTensors, find_quantized
-from converters.view import View, detect_naming, native_view
+from converters.view import View
 
 DEQUANTIZED = "bfloat16"  # the type that published checkpoints were quantized from
 

@@ -11,7 +11,7 @@ from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.registry import all_families
 from converters.names import section_of
-from converters.view import count_named
+from converters.namings import count_named
 
 # Of torch's wrappers, anywhere in a name: no parameter of a model has such a part
 _INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

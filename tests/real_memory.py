@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from converters.collector import collector_paused
 from converters.families.base import ModelArgs
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Trace
 from trainer.build import build
 from trainer.config.sections import Config

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConfigError
 from converters.fold import fold_texts
-from converters.layout import AXES
+from converters.mesh_shape import AXES
 from converters.sizes import format_bytes
 from titan_tools.console import count, note, print_json, table
 from trainer.config.sections import Config

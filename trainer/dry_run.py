@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.utils._pytree import tree_leaves
 
 from converters.collector import collector_paused
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch

@@ -9,7 +9,8 @@ from math import ceil, gcd
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import DynamicRope, Family, ModelArgs
 from converters.families.registry import get_family
-from converters.layout import AXES, MeshShape, uneven_over_tp
+from converters.mesh_check import uneven_over_tp
+from converters.mesh_shape import AXES, MeshShape
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 
 ALL_RANKS = "all ranks"
 # The collectives of cp and ep would wait for FSDP's, which are prefetched, where both are over the same ranks; and FSDP

@@ -19,7 +19,7 @@ from converters.execute import Progress, execute, no_progress
 from converters.layout import boxes_for_mesh
 from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER
-from converters.view import is_named
+from converters.namings import is_named
 from trainer.chosen_model import chosen_model
 from trainer.job import Job
 from trainer.models.initial_weights import InitialWeights

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.containers.target import Target
     from converters.families.base import Family, Naming
-    from converters.layout import MeshShape
+    from converters.mesh_shape import MeshShape
     from converters.model_info import ModelInfo
     from converters.quantization import Fp8Scheme
     from converters.view import View
@@ -57,7 +57,7 @@ class Quantize(StrEnum):
 
 
 def _parse_mesh(text: str) -> MeshShape:
-    from converters.layout import MeshShape
+    from converters.mesh_shape import MeshShape
 
     return MeshShape.parse(text)
 

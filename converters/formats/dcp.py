@@ -16,7 +16,9 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.dcp_write import plan_dcp
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
     from converters.dtypes import itemsize
-    from converters.layout import boxes_for_any_mesh, boxes_for_mesh, check_mesh, split_stages
+    from converters.layout import boxes_for_any_mesh, boxes_for_mesh
+    from converters.mesh_check import check_mesh
+    from converters.stages import split_stages
 
     tensors = contents.tensors
     if options.mesh is None:

@@ -44,7 +44,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
     """Raise ConfigError unless each shard has whole heads and an equal part of all weights, as Meta's code needs."""
-    from converters.layout import uneven_over_tp
+    from converters.mesh_check import uneven_over_tp
 
     possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(args, number)]
     hint = f"possible for this model: {', '.join(possible)}"

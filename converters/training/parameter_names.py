@@ -14,8 +14,10 @@ from converters.families.base import OUTPUT
 from converters.families.registry import get_family
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo
+from converters.namings import detect_naming
+from converters.native_view import native_view
 from converters.training.optimizer_state import STATE, ParameterNames
-from converters.view import TIED_REASON, View, detect_naming, native_view
+from converters.view import TIED_REASON, View
 from converters.weights import model_part, native_weights
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.names import DATALOADER, OPTIMIZER, RNG
 
 MODEL = "model"  # the section of the weights, which are at the root

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.sizes import GIB
 from trainer.config.load import load_config
 from trainer.config.sections import Config

@@ -24,7 +24,8 @@ from converters.dtypes import itemsize, numpy_dtype  # noqa: E402
 from converters.execute import execute  # noqa: E402
 from converters.families.base import ModelArgs  # noqa: E402
 from converters.families.llama3 import LLAMA3  # noqa: E402
-from converters.layout import MeshShape, boxes_for_mesh  # noqa: E402
+from converters.layout import boxes_for_mesh  # noqa: E402
+from converters.mesh_shape import MeshShape  # noqa: E402
 from converters.model_info import ModelInfo, write_model_info  # noqa: E402
 
 FROM, TO = MeshShape(dp_shard=4, tp=2), MeshShape(dp_shard=8)

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from converters.catalog import Box
-from converters.layout import MeshShape
 from converters.manifest import check_files
+from converters.mesh_shape import MeshShape
 from converters.open import open_checkpoint
 from converters.reshard import reshard
 from tests.dist import runs

@@ -16,7 +16,7 @@ from converters.families.base import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
 from converters.reshard import reshard
 from tests.dist.training import Layout

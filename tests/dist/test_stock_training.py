@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.errors import UnsupportedError
 from converters.families.llama3 import FLAVORS
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard

@@ -201,7 +201,7 @@ def test_files_of_two_checkpoints_mixed(copy_of, sources, tmp_path, kind):
 
 def rewrite_like(sources: Path, like: Path, out: Path, kind: str) -> None:
     from converters.formats.base import OutputOptions
-    from converters.layout import MeshShape
+    from converters.mesh_shape import MeshShape
 
     source = out.parent / "changed"
     shutil.copytree(sources / "hf_single", source)

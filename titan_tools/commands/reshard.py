@@ -78,7 +78,7 @@ def reshard(
       titan reshard step-1000 one-file --num-files 1 --dtype bfloat16 --optimizer-dtype bfloat16
       titan reshard torchtitan/step-500 step-500 --model-from Llama-3.1-8B --drop dataloader
     """
-    from converters.layout import MeshShape
+    from converters.mesh_shape import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
     from converters.sizes import parse_bytes
     from titan_tools.console import print_json, progress

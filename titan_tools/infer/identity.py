@@ -13,7 +13,8 @@ from converters.errors import ConfigError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import TensorSum, manifest_of
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.view import View, fused_with
+from converters.namings import fused_with
+from converters.view import View
 from converters.weights import NativeWeights
 
 _SAMPLED = 512  # elements at each end of a tensor

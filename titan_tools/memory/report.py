@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.layout import AXES, DEGREES
+from converters.mesh_shape import AXES, DEGREES
 from converters.sizes import GIB, format_bytes
 from titan_tools.console import count, table
 from titan_tools.memory.constants import ENGINES_AGREE, PARTS

@@ -5,7 +5,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from converters.layout import ranks_of_stages
+from converters.stages import ranks_of_stages
 from trainer.parallel.stages import V_SCHEDULES
 
 Kind = Literal["F", "B", "I", "W", "gather", "reshard", "reduce"]

@@ -14,13 +14,14 @@ from converters.convert import convert
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.fold import fold_texts
+from converters.foreign_view import foreign_view
 from converters.formats.base import Contents, OutputOptions
 from converters.formats.registry import get_format
 from converters.manifest import check_sizes, list_files
 from converters.model_info import ModelInfo
 from converters.names import EDITABLE, MANIFEST
 from converters.needs import needed_bytes
-from converters.view import View, foreign_view
+from converters.view import View
 from trainer.agree import on_each, on_first
 from trainer.config.sections import Checkpoint
 from trainer.models.initial_weights import InitialWeights

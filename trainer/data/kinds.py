@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import Training, Validation
 
 TOKENS = "tokens"

@@ -6,7 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from converters.errors import ConfigError
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import Parallelism
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 

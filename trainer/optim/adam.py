@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from converters.layout import module_of
+from converters.stages import module_of
 from trainer.mesh import local_part
 from trainer.optim.clip import local_gradient
 

@@ -1,7 +1,7 @@
 """Attention within documents: what a config asks for, and what it cannot be combined with. Torch-free."""
 
 from converters.families.base import Family, FlavorAttention
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import Config
 from trainer.data.kinds import C4
 from trainer.data.sample import DocumentRules

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.families.base import Experts, Family, ModelArgs, Role
-from converters.layout import MeshShape, expert_mesh_problems
+from converters.mesh_check import expert_mesh_problems
+from converters.mesh_shape import MeshShape
 from converters.rules import Zeros
 from trainer.config.sections import Config
 

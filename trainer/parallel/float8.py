@@ -13,7 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from converters.families.base import ModelArgs, Parameter
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import Float8, Model, Training
 from trainer.loss.registry import CHUNKED
 from trainer.models.tensor_plan import TensorStyle

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from converters.errors import ConfigError
-from converters.layout import ranks_of_stages, split_stages
+from converters.stages import ranks_of_stages, split_stages
 from trainer.config.sections import Parallelism, Training
 
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank

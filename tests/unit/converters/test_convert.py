@@ -17,8 +17,9 @@ from converters.convert import convert
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.llama3 import LLAMA3
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape, local_box
+from converters.layout import local_box
 from converters.manifest import read_manifest
+from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info, write_model_info
 from converters.weights import open_native
 from tests.hf_names import interleaved, native_name

@@ -16,8 +16,8 @@ from converters.families import registry
 from converters.families.llama3 import LLAMA3
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.layout import MeshShape
 from converters.manifest import read_manifest
+from converters.mesh_shape import MeshShape
 from converters.open import open_checkpoint
 from converters.plan import find_casts, find_kept_float32
 from converters.reshard import reshard

@@ -21,7 +21,7 @@ from transformers import (
 from converters.convert import convert
 from converters.errors import UnsupportedError
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_families import SCALING

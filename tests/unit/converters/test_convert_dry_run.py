@@ -17,7 +17,7 @@ from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.needs import COPY_BYTES_PER_SEC, WORKER_BYTES
 from converters.reshard import reshard
 from tests.big_shapes import LLAMA_405B_CONFIG, llama_405b, num_bytes, write_sparse_dcp, write_sparse_hf

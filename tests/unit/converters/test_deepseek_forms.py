@@ -23,7 +23,9 @@ from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.layout import MeshShape, boxes_for_mesh, check_mesh, local_box
+from converters.layout import boxes_for_mesh, local_box
+from converters.mesh_check import check_mesh
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info, write_model_info
 from converters.reshard import reshard
 from tests.tiny_llama import write_llama

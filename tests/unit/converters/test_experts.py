@@ -22,8 +22,8 @@ from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.registry import get_family, read_hf_config
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.layout import MeshShape
 from converters.manifest import read_manifest
+from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info
 from converters.verify import verify
 from converters.weights import open_native

@@ -16,7 +16,7 @@ from converters.errors import CheckpointError
 from converters.fold import TensorLine, fold_lines, tree_rows
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint, summarize_values
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from tests.tiny_llama import write_llama
 
 

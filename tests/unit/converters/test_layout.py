@@ -1,4 +1,4 @@
-"""converters/layout.py against torch's own DTensor placements and torchtitan's published stage splits."""
+"""Boxes, meshes and stages against torch's own DTensor placements and torchtitan's published stage splits."""
 
 import itertools
 import math
@@ -23,19 +23,16 @@ from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
 from converters.layout import (
-    MeshShape,
     boxes_for_any_mesh,
     boxes_for_mesh,
     boxes_for_num_files,
-    check_mesh,
     chunk_bounds,
-    expert_mesh_problems,
     local_box,
-    ranks_of_stages,
     row_blocks,
-    split_stages,
-    stages_of_rank,
 )
+from converters.mesh_check import check_mesh, expert_mesh_problems
+from converters.mesh_shape import MeshShape
+from converters.stages import ranks_of_stages, split_stages, stages_of_rank
 
 MESHES = [
     MeshShape(dp_shard=2, tp=2),

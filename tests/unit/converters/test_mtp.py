@@ -14,7 +14,7 @@ from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info
 from converters.mtp import MTP_REASON
 from converters.reshard import reshard

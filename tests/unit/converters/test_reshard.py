@@ -12,7 +12,8 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
-from converters.layout import MeshShape, local_box
+from converters.layout import local_box
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import SMALL_TENSOR_FILE, reshard

@@ -11,8 +11,8 @@ from converters.convert import convert
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
 from converters.manifest import TensorSum, read_manifest, write_manifest
+from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard

@@ -14,8 +14,8 @@ from converters.convert import convert
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
 from converters.manifest import read_manifest, write_manifest
+from converters.mesh_shape import MeshShape
 from converters.open import open_checkpoint
 from converters.verify import verify
 from tests.tiny_llama import write_llama

@@ -1,4 +1,4 @@
-"""converters/view.py: permuted as transformers' own formula says, inverse of itself, and nothing unaccounted for."""
+"""Views under other names: permuted as transformers' formula says, each the inverse of the other, and complete."""
 
 from dataclasses import replace
 
@@ -11,8 +11,10 @@ from converters.expressions import Source
 from converters.families.base import ModelArgs
 from converters.families.llama import HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
 from converters.families.llama3 import LLAMA3
+from converters.foreign_view import foreign_view
 from converters.model_info import ModelInfo
-from converters.view import detect_naming, foreign_view, native_naming, native_view
+from converters.namings import detect_naming, native_naming
+from converters.native_view import native_view
 
 # head_dim ≠ dim / num_heads, grouped queries, more than 10 layers: `layers.1` must not take `layers.11`
 ARGS = ModelArgs(dim=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=20, vocab_size=31)

@@ -8,7 +8,7 @@ from converters.errors import ConfigError
 from converters.families.base import DynamicRope
 from converters.families.llama3 import FLAVORS
 from converters.families.registry import get_family
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.rules import Rule
 from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation
 from trainer.job import (

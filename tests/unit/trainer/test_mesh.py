@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.mesh import ALL_RANKS, communicators, make_meshes
 from trainer.process_group import fake_ranks
 

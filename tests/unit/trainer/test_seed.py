@@ -14,8 +14,9 @@ from converters.catalog import Box
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.layout import MeshShape, local_box
+from converters.layout import local_box
 from converters.manifest import check_files, read_manifest
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, read_model_info
 from converters.open import open_checkpoint
 from converters.weights import open_native

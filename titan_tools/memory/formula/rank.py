@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from converters.families.base import Parameter
-from converters.layout import local_box, module_of
+from converters.layout import local_box
 from converters.sizes import MIB
+from converters.stages import module_of
 from titan_tools.memory.constants import CUBLAS_HANDLES, PARTS
 from titan_tools.memory.formula.activations import Activations, keeps_whole_block
 from titan_tools.memory.formula.float8 import gathered_bytes

@@ -5,7 +5,7 @@ from typing import Literal
 
 from converters.dtypes import itemsize
 from converters.families.base import Family, ModelArgs, Role
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.job import Job
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel

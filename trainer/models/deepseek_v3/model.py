@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import ModelArgs, YarnRope
+from converters.families.base import Latent, ModelArgs, YarnRope
 from converters.families.deepseek_v3 import block
 from trainer.models.llama3.model import CausalAttention, Transformer
 from trainer.models.llama3.rope import rotate, yarn_magnitude
@@ -35,10 +35,8 @@ class LatentAttention(nn.Module):
     what all heads read, its input; replace it where ranks hold parts of the heads and of the tokens.
     """
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, latent: Latent):
         super().__init__()
-        latent = block(args, 0).latent
-        assert latent is not None
         self.head_dim, self.scale, self.q_rank = args.head_dim, softmax_scale(args), latent.q_rank
         self.kv_rank, self.rotary_dim = latent.kv_rank, latent.rotary_dim
         self.plain_dim, self.value_dim = latent.plain_dim, latent.value_dim

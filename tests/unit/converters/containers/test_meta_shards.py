@@ -22,8 +22,8 @@ from converters.errors import CheckpointError, ConfigError, TitanError, Unsuppor
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.layout import MeshShape
 from converters.manifest import read_manifest
+from converters.mesh_shape import MeshShape
 from converters.open import open_checkpoint
 from converters.verify import verify
 from converters.weights import open_native

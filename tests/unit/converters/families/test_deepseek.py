@@ -14,9 +14,9 @@ from converters.catalog import TensorInfo
 from converters.convert import convert
 from converters.errors import CheckpointError
 from converters.families.registry import get_family
+from converters.foreign_view import foreign_view
 from converters.formats.base import OutputOptions
 from converters.model_info import ModelInfo, read_model_info
-from converters.view import foreign_view
 from converters.weights import open_native
 from tests.tiny_deepseek import NUMBERS, native_arrays, native_logits, write_deepseek
 

@@ -15,11 +15,13 @@ from converters.families import qwen3
 from converters.families.llama import HF, LLAMA_NAMINGS
 from converters.families.llama2 import FLAVORS as LLAMA2_FLAVORS
 from converters.families.registry import all_families, get_family
+from converters.foreign_view import foreign_view
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, meta_params, read_model_info
+from converters.namings import detect_naming
+from converters.native_view import native_view
 from converters.rules import RopeHalves
-from converters.view import detect_naming, foreign_view, native_view
 from converters.weights import open_native
 from tests.tiny_families import TINY, family_of, native_logits, write_tiny
 from tests.unit.converters.samples import infos, load_dcp

@@ -10,8 +10,8 @@ import torch
 from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.formats.base import OutputOptions
-from converters.layout import MeshShape
 from converters.manifest import read_manifest
+from converters.mesh_shape import MeshShape
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_meta

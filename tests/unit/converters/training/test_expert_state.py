@@ -11,7 +11,8 @@ from converters.catalog import Box
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.families.qwen3 import FLAVORS, QWEN3
-from converters.layout import MeshShape, local_box
+from converters.layout import local_box
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard

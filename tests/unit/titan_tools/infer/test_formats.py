@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from converters.engine.read import CatalogReader
-from converters.layout import MeshShape
 from converters.manifest import TensorSum, read_manifest, write_manifest
+from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard

@@ -14,7 +14,7 @@ from torch import nn
 from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import Experts, ModelArgs
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
 from tests.published_memory.historical_build import historical_build

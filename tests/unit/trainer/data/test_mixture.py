@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import ConfigError, DataError
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Dataloader, Training, Validation
 from trainer.data.batch import pinning_machine_problems

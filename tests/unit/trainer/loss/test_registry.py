@@ -6,7 +6,7 @@ import pytest
 
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Parallelism, Training
 from trainer.job import layout_problems, resolve_job
 from trainer.loss import registry as loss_registry

@@ -14,7 +14,8 @@ from converters.engine import copy
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters
 from converters.families.qwen3 import QWEN3
-from converters.layout import MeshShape, local_box
+from converters.layout import local_box
+from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo
 from trainer.config.sections import Config, Model, Training
 from trainer.job import resolve_job

@@ -18,7 +18,7 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from converters.errors import ConfigError
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Float8, Model, Parallelism, Training
 from trainer.job import layout_problems, resolve_job
 from trainer.models.registry import get_trainer_family

@@ -10,7 +10,8 @@ from torch.torch_version import TorchVersion
 
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
-from converters.layout import MeshShape, stages_of_rank
+from converters.mesh_shape import MeshShape
+from converters.stages import stages_of_rank
 from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, Training
 from trainer.job import layout_problems
 from trainer.models.llama3.model import Transformer

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from converters.families.base import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
-from converters.layout import MeshShape, split_stages
+from converters.mesh_shape import MeshShape
+from converters.stages import split_stages
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.rank import Instant

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from converters.errors import UnsupportedError
-from converters.layout import MeshShape
+from converters.mesh_shape import MeshShape
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import GAPS, trace_gaps
