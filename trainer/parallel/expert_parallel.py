@@ -11,15 +11,18 @@ from types import MethodType
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from trainer.mesh import Meshes, local_part
+from trainer.models.biased_experts import BiasedExperts
 from trainer.models.llama3.model import Transformer
 from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE, grouped_swiglu
 from trainer.parallel.expert_exchange import NO_ROWS_ASSUMED, exchange_counts, return_from_experts, send_to_experts
 from trainer.parallel.shards import gather_shards, scatter_sum
 
-_SLICED_DIM = {"w1": 1, "w2": 2, "w3": 1}  # features inside of an expert: [E, F, D], [E, D, F], [E, F, D]
+# The dim of features inside of an expert: [E, F, D], [E, D, F], [E, F, D]; of biased ones, [E, 2F, D], [E, 2F],
+# [E, D, F]; and [E, D], which has none
+_SLICED_DIM = {"w1": 1, "w2": 2, "w3": 1, "mlp1_weight": 1, "mlp1_bias": 1, "mlp2_weight": 2, "mlp2_bias": None}
 
 
 class SlicedDispatch(LocalDispatch):
@@ -32,9 +35,15 @@ class SlicedDispatch(LocalDispatch):
     def forward(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Dispatched:
         return super().forward(gather_shards(x_TD, self._group), gather_shards(ids_TK, self._group), num_experts)
 
+    def scale(self, dispatched: Dispatched, weights_TK: Tensor) -> Dispatched:
+        return super().scale(dispatched, gather_shards(weights_TK, self._group))
+
     def combine(self, out_RD: Tensor, dispatched: Dispatched, weights_TK: Tensor) -> Tensor:
         weights_TK = gather_shards(weights_TK, self._group)
         return scatter_sum(super().combine(out_RD, dispatched, weights_TK), self._group)
+
+    def add_up(self, out_RD: Tensor, dispatched: Dispatched, top_k: int) -> Tensor:
+        return scatter_sum(super().add_up(out_RD, dispatched, top_k), self._group)
 
 
 class Exchange:
@@ -67,20 +76,24 @@ def apply_expert_parallel(model: Transformer, meshes: Meshes, *, imbalance: floa
             dispatch.compute = Exchange(meshes["ep"].get_group(), imbalance=imbalance)  # type: ignore[method-assign]
         module.dispatch = dispatch
         _distribute(module.experts, meshes)
+        # Bound, not a partial: the compiler would take each layer's for other code
+        if isinstance(module.experts, BiasedExperts):
+            module.experts.adds_last_bias = slices.get_local_rank() == 0
+            module.experts.forward = MethodType(_multiply_biased_here, module.experts)  # type: ignore[method-assign]
+        else:
+            module.experts.forward = MethodType(_multiply_here, module.experts)  # type: ignore[method-assign]
 
 
-def _distribute(experts: GroupedExperts, meshes: Meshes) -> None:
+def _distribute(experts: nn.Module, meshes: Meshes) -> None:
     """Replace the weights by distributed ones; the module multiplies with the part that is here."""
-    for name, dim in _SLICED_DIM.items():
-        mesh, placements = _placed(meshes, Shard(dim))
-        weight = getattr(experts, name)
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        dim = _SLICED_DIM[name]
+        mesh, placements = _placed(meshes, Replicate() if dim is None else Shard(dim))
         placed = distribute_tensor(weight, mesh, placements, src_data_rank=None)
         setattr(experts, name, nn.Parameter(placed, requires_grad=weight.requires_grad))
-    # Bound, not a partial: the compiler would take each layer's for other code
-    experts.forward = MethodType(_multiply_here, experts)  # type: ignore[method-assign]
 
 
-def _placed(meshes: Meshes, sliced: Shard) -> tuple[DeviceMesh, list[Placement]]:
+def _placed(meshes: Meshes, sliced: Placement) -> tuple[DeviceMesh, list[Placement]]:
     if meshes.dims.ep == 1:
         return meshes["tp"], [sliced]
     if meshes.dims.etp == 1:
@@ -92,3 +105,9 @@ def _placed(meshes: Meshes, sliced: Shard) -> tuple[DeviceMesh, list[Placement]]
 def _multiply_here(experts: GroupedExperts, x_RD: Tensor, ends_E: Tensor) -> Tensor:
     w1, w2, w3 = local_part(experts.w1), local_part(experts.w2), local_part(experts.w3)
     return grouped_swiglu(x_RD, w1, w2, w3, ends_E)
+
+
+def _multiply_biased_here(experts: BiasedExperts, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+    weights = local_part(experts.mlp1_weight), local_part(experts.mlp2_weight)
+    biases = local_part(experts.mlp1_bias), local_part(experts.mlp2_bias)
+    return experts.multiply(x_RD, ends_E, weights, biases)
