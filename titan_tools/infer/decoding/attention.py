@@ -81,7 +81,8 @@ def with_sinks(
     scale: float | None,
 ) -> Tensor:
     """Attention with sinks, which are broadcast to every query; keys of fewer heads are shared by equally many."""
-    if q_BXYH.device.type == "cpu" and has_sums_on_cpu(q_BXYH.dtype):
+    # torch's compiler would trace the trial itself
+    if q_BXYH.device.type == "cpu" and (torch.compiler.is_compiling() or has_sums_on_cpu(q_BXYH.dtype)):
         out_BXYH, lse_BXY = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BXYH, keys_BXTH, values_BXTH, 0.0, is_causal, attn_mask=bias, scale=scale
         )
@@ -188,6 +189,7 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, num
     q_1LNH, keys_1KTH, values_1KTH, sinks_N = random_case(
         device, dtype, ((1, num_queries, 8, head_dim), (1, 2, 300, head_dim), (1, 2, 300, head_dim), (8,))
     )
+    sinks_N = 2 * sinks_N + 4  # about as large as the logarithms of the sums
     columns = torch.arange(300, device=device)
     last = columns[-num_queries:]
     right = True

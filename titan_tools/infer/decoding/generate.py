@@ -214,7 +214,7 @@ class _Run:
             item = self.queue.first()
             if item is None:
                 break
-            if item.sample == 0 or not self._has_prompt(item.prompt.tokens):
+            if item.sample == 0 or not self._has_prompt(item.prompt.tokens, to_prefill):
                 one = self._in_same_pass(to_prefill, row, item.prompt.tokens)
                 if one is None:
                     break
@@ -228,10 +228,11 @@ class _Run:
             begun[row] = self.latest
         return begun, to_prefill
 
-    def _has_prompt(self, tokens: list[int]) -> bool:
-        """Whether the latest prompt's row can still be cut back to it: layers with chunks may have lost what it saw."""
+    def _has_prompt(self, tokens: list[int], to_prefill: list[RowTokens]) -> bool:
+        """Whether the latest prompt's row has it, or can be cut back to it: layers with chunks may have lost it."""
         assert self.latest is not None  # of sample 0
-        return self.engine.num_usable(self.latest.row, tokens) == len(tokens)
+        row = self.latest.row
+        return any(one.row == row for one in to_prefill) or self.engine.num_usable(row, tokens) == len(tokens)
 
     def _in_same_pass(self, others: list[RowTokens], row: int, tokens: list[int]) -> RowTokens | None:
         """A prompt to be computed in one pass with `others`; None where the next pass is better."""

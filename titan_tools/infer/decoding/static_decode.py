@@ -85,10 +85,11 @@ def can_split(device: torch.device, dtype: torch.dtype, head_dim: int, *, sinks:
         return False
 
 
-def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_heads: int, sinks: bool) -> bool:
+def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_heads: int, sinks: bool = False) -> bool:
     """Compare two rows of two KV heads, one with 3 keys and one with enough keys to be split."""
     shapes = (2, 1, num_heads, head_dim), (2, 640, 2, head_dim), (2, 640, 2, head_dim), (num_heads,)
     q_B1NH, keys_RTKH, values_RTKH, sinks_N = random_case(device, dtype, shapes)
+    sinks_N = 2 * sinks_N + 4  # about as large as the logarithms of the sums
     keys, values = keys_RTKH.transpose(1, 2), values_RTKH.transpose(1, 2)
     positions_B1 = torch.tensor([[2], [500]], device=device)
     key_range = SplitKeys(num=2, length=512, room=640, device=device)
@@ -98,9 +99,9 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_he
         masked = MaskedKeys(num=2, length=640, device=device, dtype=torch.float32)
         masked.begin(positions_B1)
         exact = attend_one(
-            q_B1NH.float(), keys.float(), values.float(), bias_B11T=masked.bias_B11T, scale=None, sinks_N=4 * sinks_N
+            q_B1NH.float(), keys.float(), values.float(), bias_B11T=masked.bias_B11T, scale=None, sinks_N=sinks_N
         )
-        found = key_range.attend(q_B1NH, layer, 4 * sinks_N).float()
+        found = key_range.attend(q_B1NH, layer, sinks_N).float()
         return bool((found - exact).abs().max() < 0.03)
     found = key_range.attend(q_B1NH, layer).float()
     mask_B11T = (torch.arange(640, device=device) <= positions_B1)[:, None, None]

@@ -144,7 +144,7 @@ def load_model(
         return WidenedWeight if packed and not multiplies(dtype, device) else None
 
     places: dict[Joined, Callable[[Tensor], None]] = {}  # what is read, and what is called with its values
-    roles = {p.fqn: p.role for p in parameters}
+    roles, biases = {p.fqn: p.role for p in parameters}, {p.fqn for p in parameters if p.is_bias}
     # Decode steps take a head's rows of these
     read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.latent}
     for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
@@ -154,6 +154,10 @@ def load_model(
         is_plain = role in _IN_FP32 or fqns[0] in read_by_head
         if isinstance(module, SlicedExperts):
             name = "down" if role is Role.EXPERT_ROW else "gate_up"
+            if fqns[0] in biases:
+                if name == "gate_up" or rank == 0:  # the ranks' outputs are added
+                    places[Joined(boxes, dtype)] = partial(setattr, module, f"{name}_bias")
+                continue
         if blocks_source and not is_plain and blocks_source.blocks.keys() >= set(fqns):
             kept = [(slice_of(fqn, box, blocks_source), fqn, box) for fqn, box in boxes]
             _keep_blocks(module, name, [each for each, _, _ in kept])

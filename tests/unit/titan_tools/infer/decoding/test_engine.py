@@ -18,6 +18,7 @@ from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import static_decode
+from titan_tools.infer.decoding import steps as steps_file
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.model import compiling
 
@@ -69,7 +70,7 @@ def split_keys(monkeypatch):
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
     monkeypatch.setattr(cache_file, "_zeros", token_by_token)
-    monkeypatch.setattr(engine_file, "can_split", lambda *_: True)
+    monkeypatch.setattr(engine_file, "can_split", lambda *_, **named: True)
     return copied
 
 
@@ -96,8 +97,8 @@ def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes,
     """Rows begin, alone or several in one pass, go on, are taken up behind what they hold, copied and cut."""
     reference, model = pair
     copied = request.getfixturevalue("split_keys") if how == "split" else []
-    monkeypatch.setattr(cache_file, "_MOST_PADDING", 0 if how == "one by one" else 1000)
-    monkeypatch.setattr(cache_file, "copies_heads", lambda *_: how == "copied heads")
+    monkeypatch.setattr(steps_file, "_MOST_PADDING", 0 if how == "one by one" else 1000)
+    monkeypatch.setattr(steps_file, "copies_heads", lambda *_: how == "copied heads")
     modes = {"static": {"static": True}, "split": {"static": True}, "compiled": {"compile": True}}.get(how, {})
     engine = Engine(model, rows=5, room=ROOM, **modes, backend="aot_eager")
     draw = random.Random(1)
