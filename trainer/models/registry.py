@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, Parameter
-from trainer.models.initialization import Distribution, initial_distribution
+from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _FAMILIES = {
     "llama2": _LLAMA,  # the same computation with other numbers
     "qwen3": TrainerFamily(_build_qwen3, takes_documents=True),
     "deepseek_v3": TrainerFamily(_build_deepseek_v3, takes_documents=True),
-    "gpt_oss": TrainerFamily(_build_gpt_oss, takes_documents=True),
+    "gpt_oss": TrainerFamily(_build_gpt_oss, initial_distribution=gpt_oss_distribution, takes_documents=True),
     "llama4": TrainerFamily(_build_llama4, takes_documents=True),
 }
 

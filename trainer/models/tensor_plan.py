@@ -17,6 +17,7 @@ class TensorStyle(Enum):
     EMBEDDING = "rows of the vocabulary here; output becomes sequence shards"
     SEQUENCE_SHARDS = "weights replicated, works on sequence shards (norms)"
     HEADS = "weights replicated, works on the heads here: [B, L, heads, H]"
+    SINKS = "a parameter, and no module: one number of each head here, which the inner attention reads"
     TOKENS = "weights replicated, works on the tokens of sequence shards: [T, D]"
     GATHER_SEQUENCE = "input sequence shards are gathered for the module"
     COLUMNS = "output features here"
@@ -43,7 +44,7 @@ _STYLES: Mapping[Role, TensorStyle] = {
 
 
 def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
-    """The style of every module that tensor parallelism touches; a bias follows its weight, whose module has one.
+    """The style of every module that tensor parallelism touches, and of sinks; a bias follows its weight's.
 
     Experts have none: `trainer/parallel/expert_parallel.py` distributes them.
 
@@ -53,6 +54,8 @@ def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
     plan: dict[str, TensorStyle] = {}
     latent_attentions = {p.input_group for p in parameters if p.role is Role.LATENT}
     for parameter in parameters:
+        if parameter.role is Role.SINK:
+            plan[parameter.fqn] = TensorStyle.SINKS
         if not parameter.is_bias and parameter.role in _STYLES:
             plan[parameter.module] = _STYLES[parameter.role]
         if parameter.role is Role.COLUMN and parameter.input_group in latent_attentions:

@@ -51,15 +51,16 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup, *, imbalance: float | None = None):
         """`imbalance`: for fake tensors, the rows that this rank receives over the mean of all ranks."""
-        self._group_name, self._num_ranks, self._imbalance = group.group_name, group.size(), imbalance
+        self.group_name: str = group.group_name
+        self._num_ranks, self._imbalance = group.size(), imbalance
 
     def __call__(self, experts: nn.Module, dispatched: Dispatched) -> Tensor:
         num_rows = len(dispatched.x_RD)
         assumed = NO_ROWS_ASSUMED if self._imbalance is None else ceil(self._imbalance * num_rows)
-        counts = exchange_counts(dispatched.ends_E, self._group_name, self._num_ranks)
-        received_SD = send_to_experts(dispatched.x_RD, counts, self._group_name, assumed_rows=assumed)
+        counts = exchange_counts(dispatched.ends_E, self.group_name, self._num_ranks)
+        received_SD = send_to_experts(dispatched.x_RD, counts, self.group_name, assumed_rows=assumed)
         out_SD = experts(received_SD, counts.ends_L)
-        return return_from_experts(out_SD, counts, self._group_name, num_rows=num_rows)
+        return return_from_experts(out_SD, counts, self.group_name, num_rows=num_rows)
 
 
 def apply_expert_parallel(model: Transformer, meshes: Meshes, *, imbalance: float | None = None) -> None:

@@ -53,7 +53,7 @@ class CausalAttention(nn.Module):
         scale: float | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        if needs_mask(self.kind):
+        if self.kind.needs_mask:
             return attend_densely(q_BLNH, k_BLKH, v_BLKH, self.kind, scale, sinks_N)
         q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
@@ -63,11 +63,6 @@ class CausalAttention(nn.Module):
             q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=grouped
         )
         return first_features(out_BNLH, v_BLKH.shape[-1]).transpose(1, 2)
-
-
-def needs_mask(kind: GroupedQuery) -> bool:
-    """Whether it differs from causal attention to all tokens."""
-    return kind.window is not None or kind.chunk is not None or kind.has_sinks
 
 
 def attend_densely(
@@ -184,7 +179,8 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.args = args
-        self.make_mask: Callable[[Tensor], Any] | None = None  # set where the inner attentions keep to documents
+        # (documents or None, number of tokens here) → what inner attentions take as `mask`; set where one takes it
+        self.make_mask: Callable[[Tensor | None, int], Any] | None = None
         blocks = [block(args, n) for n in range(args.num_layers)]
         latent = blocks[0].latent
         width = latent.rotary_dim if latent else args.head_dim
@@ -214,10 +210,8 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         rotations = self.rope(positions)
-        mask = {}
-        if documents is not None:
-            assert self.make_mask is not None, "the model was not built for attention within documents"
-            mask["mask"] = self.make_mask(documents)
+        assert documents is None or self.make_mask is not None, "the model was not built for attention within documents"
+        mask = {} if self.make_mask is None else {"mask": self.make_mask(documents, positions.shape[-1])}
         h_BLD = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for layer in self.layers.values():
             h_BLD = layer(h_BLD, rotations, **mask)

@@ -11,8 +11,8 @@ from trainer.config.sections import Config, Model, Parallelism, Training
 from trainer.data.sample import DocumentRules
 from trainer.job import layout_problems, resolve, resolve_job
 from trainer.models import registry
-from trainer.parallel.document_attention import document_machine_problems
 from trainer.parallel.document_mask import attention_kernel, document_rules
+from trainer.parallel.masked_attention import masked_machine_problems
 
 LLAMA = get_family("llama3")
 FLEX, VARLEN = ("debugmodel_flex_attn", "8B_flex"), ("debugmodel_varlen_attn", "8B_varlen")
@@ -93,7 +93,7 @@ def test_a_model_that_takes_no_documents_is_refused(monkeypatch):
 def test_varlen_on_a_gpu_needs_16_bits():
     gpu, wide = torch.device("cuda"), Training(document_mask="offsets", mixed_precision_param="float32")
     config = Config(model=Model(attn_type="varlen"), training=wide)
-    (problem,) = document_machine_problems(config, LLAMA, gpu)
+    (problem,) = masked_machine_problems(config, LLAMA, gpu)
     assert "nearest: model.attn_type = flex" in problem
-    assert document_machine_problems(config, LLAMA, torch.device("cpu")) == []
-    assert document_machine_problems(replace(config, training=Training(document_mask="eos")), LLAMA, gpu) == []
+    assert masked_machine_problems(config, LLAMA, torch.device("cpu")) == []
+    assert masked_machine_problems(replace(config, training=Training(document_mask="eos")), LLAMA, gpu) == []

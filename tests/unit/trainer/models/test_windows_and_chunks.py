@@ -1,0 +1,157 @@
+"""GPT-OSS and Llama 4 against transformers, at lengths beyond window, chunk, temperature and YaRN's original length."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tests.gpt_oss_reference
+import tests.llama4_reference
+from converters.families import gpt_oss, llama4
+from converters.families.base import RopeScaling
+from trainer.models.llama3.rope import RotaryAngles
+from trainer.models.llama4.model import temperature_factors
+from trainer.models.registry import get_trainer_family
+from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
+from trainer.parallel.masked_attention import apply_masks, masked_layers
+
+REFERENCES = {"gpt_oss": tests.gpt_oss_reference, "llama4": tests.llama4_reference}
+# eps is large enough to matter
+SMALL = {"vocab_size": 256, "norm_eps": 1e-3}
+MODELS = {
+    "debug_window": ("gpt_oss", replace(gpt_oss.FLAVORS["debug_window"], **SMALL)),
+    "experts as wide as the model": ("gpt_oss", replace(gpt_oss.FLAVORS["debug_window"], **SMALL, ffn_hidden=128)),
+    "debug_scout": ("llama4", replace(llama4.FLAVORS["debug_scout"], **SMALL)),
+    "debug_maverick": ("llama4", replace(llama4.FLAVORS["debug_maverick"], **SMALL)),
+}
+LENGTH = 90  # window 8, chunk 24, temperature's length 16, YaRN's original length 64
+
+
+@cache
+def pair(name: str) -> tuple[nn.Module, nn.Module]:
+    """Ours and theirs, with the same weights."""
+    family, args = MODELS[name]
+    theirs, ours = REFERENCES[family].their_model(args), get_trainer_family(family).build_model(args)
+    for fqn, buffer in ours.named_buffers():
+        assert fqn.endswith("expert_bias")
+        buffer.zero_()  # transformers' has none
+    missing = ours.load_state_dict(REFERENCES[family].by_our_names(theirs.state_dict()), strict=False)
+    assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
+    return ours, theirs
+
+
+@cache
+def masked(name: str) -> nn.Module:
+    """Ours as it is trained on a CPU, with attention within documents or without."""
+    family, args = MODELS[name]
+    model = get_trainer_family(family).build_model(args)
+    model.load_state_dict(pair(name)[0].state_dict())
+    layers = masked_layers(model, PerDocumentAttention, has_documents=True)
+    apply_masks(model, layers, torch.device("cpu"))
+    return model
+
+
+def tokens_of(name: str, length: int) -> Tensor:
+    return torch.randint(MODELS[name][1].vocab_size, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def bound_of(name: str, tokens: Tensor) -> float:
+    """1e-5 of the largest logit, or a few times what transformers' own arithmetic is off by."""
+    _, theirs = pair(name)
+    exact = copy.deepcopy(theirs).double()(tokens).logits
+    own_error = (theirs(tokens).logits - exact).abs().max().item()
+    assert own_error <= 1e-4 * exact.abs().max(), "a route is nearly a tie"
+    return max(1e-5 * exact.abs().max().item(), 4 * own_error)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 24, 25, LENGTH])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, length):
+    ours, theirs = pair(name)
+    tokens = tokens_of(name, length)
+    with torch.no_grad():
+        wanted, bound = theirs(tokens).logits, bound_of(name, tokens)
+        for model in (ours, masked(name)):
+            assert (model(tokens) - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_transformers(name):
+    (ours, theirs), tokens = pair(name), tokens_of(name, LENGTH)
+    by_our_names, gradients = REFERENCES[MODELS[name][0]].by_our_names, []
+    for model in (copy.deepcopy(theirs).double(), theirs, ours, masked(name)):
+        model.zero_grad()
+        output = model(tokens)
+        (output if isinstance(output, Tensor) else output.logits).logsumexp(-1).square().mean().backward()
+        gradients.append({fqn: p.grad for fqn, p in model.named_parameters()})
+    exact, wanted = map(by_our_names, gradients[:2])
+    for found in gradients[2:]:
+        assert found.keys() == wanted.keys()
+        for fqn, gradient in found.items():
+            error, own_error = ((each - exact[fqn]).norm() / exact[fqn].norm() for each in (gradient, wanted[fqn]))
+            assert error <= max(1e-5, 4 * own_error), fqn
+
+
+@pytest.mark.parametrize("name", ["debug_window", "debug_scout"])
+def test_positions_of_windows_chunks_and_temperatures_are_those_of_the_document(name):
+    """Documents of a batch are those of transformers, each by itself; also in a sequence that begins elsewhere."""
+    _, theirs = pair(name)
+    tokens, lengths = tokens_of(name, LENGTH), (1, 30, 7, 52)
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).expand(2, -1)
+    with torch.no_grad():
+        found = masked(name)(tokens, positions_in_documents(documents), documents=documents)
+        wanted = torch.cat([theirs(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+        assert (found - wanted).abs().max() <= bound_of(name, tokens)
+
+
+def test_llama_4_by_transformers_own_sdpa():
+    ours, _ = pair("debug_scout")
+    theirs, tokens = (
+        tests.llama4_reference.their_model(MODELS["debug_scout"][1], "sdpa"),
+        tokens_of("debug_scout", LENGTH),
+    )
+    with torch.no_grad():
+        found, wanted = ours(tokens), theirs(tokens).logits
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_frequencies_of_one_factor_for_low_and_high_are_those_of_transformers():
+    """Llama 4's: no ramp between the frequencies that are kept and those that are divided."""
+    args = MODELS["debug_scout"][1]
+    for head_dim, original in ((128, 8192), (32, 8192), (32, 100), (64, 1)):
+        scaling = RopeScaling(16.0, 1.0, 1.0, original)
+        args = replace(args, head_dim=head_dim, rope_scaling=scaling, vocab_size=8, num_layers=1, sparse_layers=())
+        wanted = tests.llama4_reference.their_model(args).model.rotary_emb.inv_freq
+        assert RotaryAngles(args).frequencies_P.equal(wanted)
+        assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize("flavor", ["20b", "debug_window"])
+def test_yarn_of_gpt_oss_is_that_of_transformers(flavor):
+    args = replace(gpt_oss.FLAVORS[flavor], num_layers=1, vocab_size=8, num_experts=4, ffn_hidden=4)
+    theirs, angles = tests.gpt_oss_reference.their_model(args).model.rotary_emb, RotaryAngles(args, stacked_on=0)
+    assert angles.frequencies_P.equal(theirs.inv_freq)
+    assert angles.scale == theirs.attention_scaling == pytest.approx(1.3466, abs=5e-5)
+    positions = torch.arange(0, 20000, 7)
+    for ours, wanted in zip(angles(positions), theirs(torch.zeros(1), positions[None]), strict=True):
+        assert ours[:, 0].equal(wanted[0])
+
+
+def test_the_temperature_rises_at_each_multiple_of_its_length():
+    """Of the number of tokens so far, this one included."""
+    positions = torch.tensor([0, 8190, 8191, 16382, 16383, 10485759])
+    wanted = [1 + 0.1 * torch.tensor(n + 1.0).log().item() for n in (0, 0, 1, 1, 2, 1280)]
+    assert temperature_factors(positions, 0.1, 8192).flatten().tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_gpt_oss_rotates_with_bf16_weights_in_fp32():
+    """Position 16,000 would be 16,000 ± 32 in bf16."""
+    args = MODELS["debug_window"][1]
+    model = get_trainer_family("gpt_oss").build_model(args).bfloat16()
+    assert model.rope(torch.tensor([16001])).dtype == torch.float32
+    scout = get_trainer_family("llama4").build_model(MODELS["debug_scout"][1]).bfloat16()
+    features = scout.rope(torch.tensor([16001]))
+    assert features.rotations.dtype == features.temperatures.dtype == torch.float32
