@@ -109,6 +109,8 @@ def convert(
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     destination = destination_of(dst, output)
     destination.check(src, overwrite=overwrite)
+    if options.scales_from is not None:
+        destination.check(options.scales_from, overwrite=overwrite)
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
@@ -122,7 +124,9 @@ def convert(
             keep_mtp=mtp == "keep",
             dequantized=_dequantized(dtype),
         ) as opened,
-        opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
+        opened_scales(
+            options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
+        ) as scales_from,
     ):
         weights, trained = apply_trained_by(opened, trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
@@ -146,6 +150,8 @@ def convert(
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
+            if quantization:
+                quantization.check_known()
             done = destination.write(
                 source=plan.contents.view,
                 target=plan.target,
@@ -166,6 +172,7 @@ def convert(
                     quantization=quantization.fingerprint if quantization else "",
                 ),
                 encoders=quantization.encoders if quantization else None,
+                scales_from=quantization.known.reader if quantization and quantization.known else None,
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )

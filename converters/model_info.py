@@ -33,7 +33,7 @@ from converters.hf_fields import (
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args, check_blocks
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
-from converters.quantization import KEY, Fp8Scheme, quantization_config, read_quantization
+from converters.quantization import KEY, Scheme, quantization_config, read_quantization
 
 UNTRANSLATED = "untranslated"  # the key of titan_model.json
 MODEL_FILES = (MODEL_INFO, HF_CONFIG, META_PARAMS)  # that describe the model; the first one present is read
@@ -53,7 +53,7 @@ class ModelInfo:
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
     notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used
-    quantization: Fp8Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
+    quantization: Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     assets = find_assets(folder)
     config: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}
-    quantization: Fp8Scheme | None = None
+    quantization: Scheme | None = None
     model_file = find_model_file(folder)
     described_by = model_file.name if model_file else None
     refuse_links_out(folder, [*assets.values(), *([folder / described_by] if described_by else [])])
@@ -182,7 +182,7 @@ def write_model_info(folder: Path, info: ModelInfo) -> None:
     write_json(folder / MODEL_INFO, content | ({UNTRANSLATED: dict(info.untranslated)} if info.untranslated else {}))
 
 
-def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: Fp8Scheme | None = None) -> None:
+def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: Scheme | None = None) -> None:
     """Write config.json for transformers 4 and 5: with both spellings of RoPE (the family's part) and of the dtype.
 
     `quantization`: of the weights that it describes; `info` says how its source was quantized.

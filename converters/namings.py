@@ -91,8 +91,10 @@ def fused_with(fqn: str, family: Family) -> tuple[str, ...]:
 @cache
 def _fused(namings: tuple[Naming, ...]) -> list[tuple[str, ...]]:
     found: dict[str, list[str]] = {}
-    for rule in (rule for naming in namings for rule in naming.rules if isinstance(rule.op, rules.Half)):
-        found.setdefault(rule.foreign, []).append(rule.native)
+    for rule in (rule for naming in namings for rule in naming.rules):
+        op = rule.op.of if isinstance(rule.op, rules.Transposed) else rule.op
+        if isinstance(op, rules.Half):
+            found.setdefault(rule.foreign, []).append(rule.native)
     return [tuple(sorted(halves)) for halves in found.values()]
 
 

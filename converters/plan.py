@@ -11,7 +11,7 @@ from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.expressions import Expression, Index, RowNumbers, Source, Stack, has_halves
+from converters.expressions import Expression, Index, RowNumbers, Source, Stack, has_own_rows
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.foreign_view import foreign_view
@@ -34,7 +34,7 @@ class ConversionPlan:
     casts: Mapping[str, str]
     kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
     stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
-    halved: frozenset[str]  # the source's own names of tensors that are halved, or joined as halves
+    halved: frozenset[str]  # the source's own names of tensors that are halved, joined as halves, or transposed
     native_rows: RowNumbers | None  # None: rows are written in native order
     dropped: Mapping[str, str]  # source tensor → reason
     made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
@@ -71,6 +71,7 @@ def plan_conversion(
             weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
         )
         casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
+        casts |= quantization.casts(view.tensors)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
     if quantization is not None:
@@ -82,7 +83,7 @@ def plan_conversion(
             coded=frozenset(coded),
         )
     kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
-    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_halves(expression)}
+    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_own_rows(expression)}
     stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
     return ConversionPlan(
         contents=contents,
@@ -93,7 +94,7 @@ def plan_conversion(
         halved=frozenset(
             held
             for name, names in stored.items()
-            if has_halves(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
+            if has_own_rows(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
             for held in names
         ),
         native_rows=None if naming is None else view.native_rows,

@@ -31,6 +31,13 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
+class Transposed:
+    """The last two dims of a foreign tensor, or of its half, are exchanged: native [E, F, D] ⇄ foreign [E, D, F]."""
+
+    of: Same | Half = Same()
+
+
+@dataclass(frozen=True, slots=True)
 class Zeros:
     """The foreign naming has no name for the native tensor, which then is zero; `reason` says why.
 
@@ -40,7 +47,7 @@ class Zeros:
     reason: str
 
 
-Op = Same | RopeHalves | Stacked | Half | Zeros
+Op = Same | RopeHalves | Stacked | Half | Transposed | Zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from converters.families.base import Family, Naming
     from converters.mesh_shape import MeshShape
     from converters.model_info import ModelInfo
-    from converters.quantization import Fp8Scheme
+    from converters.quantization import Scheme
     from converters.view import View
 
 
@@ -54,6 +54,8 @@ class Quantize(StrEnum):
 
     fp8 = "fp8"
     fp8_ue8m0 = "fp8:ue8m0"
+    mxfp4 = "mxfp4"
+    mxfp4_torchao = "mxfp4:torchao"
 
 
 def _parse_mesh(text: str) -> MeshShape:
@@ -170,7 +172,7 @@ class Contents:
     family: Family
     info: ModelInfo
     dst: Path  # of the complete output; it is written elsewhere
-    quantization: Fp8Scheme | None = None  # of the output
+    quantization: Scheme | None = None  # of the output
     coded: frozenset[str] = frozenset()  # of `tensors`: codes and scales
 
     @property

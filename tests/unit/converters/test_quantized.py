@@ -234,7 +234,7 @@ def test_codes_that_are_nan_are_counted_and_refused(fp8, tmp_path):
 
 BAD_CONFIGS = {
     "method": ({"quant_method": "gptq"}, "quant_method 'gptq'"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "weight_block_size = [128, 128]"),
     "static": ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
     "format": ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
     "no blocks": ({"weight_block_size": None}, "weight_block_size = None"),
