@@ -50,6 +50,7 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
     - bandwidth_share: as a share of the GPU's peak in its data sheet; None on a CPU.
     - peak_memory_gib: the most that one rank held (2^30 bytes): allocated on its GPU, or resident on a CPU.
     - dtype: of the weights; with --quantize "int8", or "float8" also where those of the checkpoint are kept.
+    - quantize: that option; None without it.
 
     Every rank must call this, since they compare their memory.
     """
@@ -68,6 +69,7 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
         "tp": work.tp,
         "dtype": "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype,
+        "quantize": work.request.quantize,
         "seed": work.request.sampling.seed,
     }
 
@@ -83,7 +85,8 @@ def describe(stats: dict[str, Any], *, num: int = 1) -> str:
         parts.append(f"{stats['tokens_per_sec']:.1f} tokens/s")
     if stats["bandwidth_share"] is not None:
         parts.append(f"{stats['bandwidth_share']:.0%} of the memory's bandwidth")
-    parts += [f"{stats['peak_memory_gib']:.2f} GiB per rank", f"tp {stats['tp']}", stats["dtype"]]
+    dtype = f"{stats['dtype']} as stored" if stats["quantize"] == STORED else stats["dtype"]
+    parts += [f"{stats['peak_memory_gib']:.2f} GiB per rank", f"tp {stats['tp']}", dtype]
     return ", ".join(parts)
 
 

@@ -38,8 +38,8 @@ _STYLES: Mapping[Role, TensorStyle] = {
     Role.UP_COLUMN: TensorStyle.COLUMNS,
     Role.ROW: TensorStyle.ROWS,
     Role.ROUTER: TensorStyle.TOKENS,
-    Role.LATENT: TensorStyle.SEQUENCE_SHARDS,
-    Role.LATENT_NORM: TensorStyle.SEQUENCE_SHARDS,
+    Role.LATENT: TensorStyle.TOKENS,
+    Role.LATENT_NORM: TensorStyle.TOKENS,
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from converters.catalog import Box
 from converters.families.base import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, block_values
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, chosen_products
 from titan_tools.infer.model.quantize import QuantizedWeight
 from titan_tools.infer.model.reading import Joined
 from titan_tools.infer.model.tensor_parallel import AllReduce
@@ -177,13 +177,13 @@ class StoredExperts(SeparateWeights):
         for each in self._slices():
             one = Fp8Slice(each.block, each.start)
             one.codes, one.scales = each.codes[number], each.scales[number]
+            one.multiplies_codes = each.multiplies_codes
             found.append(one)
         return Fp8Weight(found)
 
     def multiply_chosen(self, x_RI: Tensor, ids_R: Tensor) -> Tensor:
-        """As `StackedWeights.multiply_chosen`; copies of the chosen weights, a few rows at a time."""
-        parts = [_gathered_values(x_RI, each, ids_R) for each in self._slices()]
-        return torch.cat(parts, dim=-1)
+        """As `StackedWeights.multiply_chosen`."""
+        return torch.cat([chosen_products(x_RI, each, ids_R) for each in self._slices()], dim=-1)
 
 
 class SlicedExperts(nn.Module):
@@ -345,14 +345,3 @@ def _gathered_products(x_RI: Tensor, data_EOI: Tensor, scale_EO: Tensor | None, 
         parts.append(out_R1O[:, 0])
     out_RO = torch.cat(parts)
     return out_RO if scale_EO is None else (out_RO * scale_EO[ids_R]).to(x_RI.dtype)
-
-
-def _gathered_values(x_RI: Tensor, weight: Fp8Slice, ids_R: Tensor) -> Tensor:
-    """The product of each row with the expert of its id, whose values are made for it."""
-    step = max(1, _GATHERED_ELEMENTS // max(weight.codes[0].numel(), 1))
-    parts = []
-    for start in range(0, len(x_RI), step):
-        ids = ids_R[start : start + step]
-        values_EOI = block_values(weight.codes[ids], weight.scales[ids], weight.block, weight.start).to(x_RI.dtype)
-        parts.append(torch.bmm(x_RI[start : start + step, None], values_EOI.transpose(1, 2))[:, 0])
-    return torch.cat(parts)

@@ -2,11 +2,11 @@
 
 A value is float32(code) · scale of its block, rounded to bfloat16, as where the checkpoint is dequantized while it is
 read; so the logits are the same but for the order of sums. A product makes the values of some rows at a time. GPUs that
-multiply float8 (NVIDIA's from compute capability 9.0 on) multiply the codes themselves: there activations are rounded
-to float8 too, with one scale for each 128 features of a token, as in DeepSeek's own code.
+multiply such blocks (NVIDIA's Hopper) multiply the codes themselves: there activations are rounded to float8 too, with
+one scale for each 128 features of a token, as in DeepSeek's own code.
 
 Shape letters: B rows of activations, K input features, N output features, E experts, R rows with their expert's id;
-n and k: blocks of output and input features that hold a slice's.
+n and k: blocks of output and input features that hold a slice's; X zero or more dims.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +28,9 @@ _VALUES = torch.bfloat16  # what published values were quantized from
 _GPU_BLOCK_ELEMENTS = 1 << 25
 _LEAST_CAPABILITY = (9, 0)
 _SMALLEST = 1e-12  # lower bound of the largest of 128 features, against a division by zero
+# What cuBLAS takes: a multiple of these rows of activations, and of these blocks along K, which need not be filled
+_ROWS_MULTIPLE = _BLOCKS_MULTIPLE = 4
+_GATHERED_ELEMENTS = 1 << 25  # of chosen experts' weights copied at once
 Reads = Iterator[tuple[Joined, Callable[[Tensor], None]]]
 
 
@@ -36,6 +39,7 @@ class Fp8Slice(nn.Module):
 
     codes: Tensor
     scales: Tensor  # [..., n, k]
+    multiplies_codes = False  # else products are of the values
 
     def __init__(self, block: tuple[int, int], start: tuple[int, int]):
         super().__init__()
@@ -93,7 +97,7 @@ class Fp8Weight(LinearWeight, nn.Module):
 
 def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
     """The products with the rows of a slice, one after another."""
-    if _fits_kernel(x_BK, weight) and has_block_products(x_BK.device):
+    if weight.multiplies_codes and not torch.compiler.is_compiling():  # the compiler makes values in registers
         yield block_product(x_BK, weight.codes, weight.scales)
         return
     dtype = x_BK.dtype
@@ -107,22 +111,71 @@ def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
         yield F.linear(x_BK, weight.values(slice(start, end)).to(x_BK.dtype)).to(dtype)
 
 
-def _fits_kernel(x_BK: Tensor, weight: Fp8Slice) -> bool:
-    whole = weight.start == (0, 0) and not any(size % 128 for size in weight.codes.shape)
-    return x_BK.is_cuda and x_BK.dtype == torch.bfloat16 and whole and weight.block == (128, 128)
+def chosen_products(x_RK: Tensor, weight: Fp8Slice, ids_R: Tensor) -> Tensor:
+    """The product of each row with the expert of its id, [R, N], whose codes or values are copied for it.
+
+    The same operations whatever the ids are, and nothing waits for them.
+    """
+    if weight.multiplies_codes and not torch.compiler.is_compiling():
+        codes_R4K, scales_R4k = _to_float8(x_RK.unsqueeze(1))
+        parts = []
+        for row, id_1 in enumerate(torch.split(ids_R, 1)):
+            codes_1NK, scales_1nk = _chosen(weight, id_1)
+            parts.append(_multiply(codes_R4K[row], scales_R4k[row], codes_1NK[0], scales_1nk[0])[:1])
+        return torch.cat(parts)
+    step = max(1, _GATHERED_ELEMENTS // max(weight.codes[0].numel(), 1))
+    parts = []
+    for start in range(0, len(x_RK), step):
+        rows = slice(start, start + step)
+        values_RNK = block_values(*_chosen(weight, ids_R[rows]), weight.block, weight.start).to(x_RK.dtype)
+        parts.append(torch.bmm(x_RK[rows, None], values_RNK.transpose(1, 2))[:, 0])
+    return torch.cat(parts)
+
+
+def _chosen(weight: Fp8Slice, ids_R: Tensor) -> tuple[Tensor, Tensor]:
+    return weight.codes[ids_R], weight.scales[ids_R]
+
+
+def choose_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the slices of a loaded model multiply their codes where their GPU has a kernel for them."""
+    for module in model.modules():
+        if isinstance(module, Fp8Slice) and dtype == torch.bfloat16 and _fits_kernel(module):
+            module.multiplies_codes = has_block_products(module.codes.device)
+
+
+def _fits_kernel(weight: Fp8Slice) -> bool:
+    """Whether it consists of whole blocks of the kernel's size."""
+    sizes = weight.codes.shape[-2:]
+    return weight.block == (128, 128) and weight.start == (0, 0) and not any(size % 128 for size in sizes)
 
 
 def block_product(x_BK: Tensor, codes_NK: Tensor, scales_nk: Tensor) -> Tensor:
     """The product of codes, with the activations rounded to float8 in groups of 128 features."""
+    return _multiply(*_to_float8(x_BK), codes_NK, scales_nk)[: len(x_BK)]
+
+
+def _to_float8(x_XBK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [X, B', K] of activations, with rows of zeros at the end, and scales [X, B', k].
+
+    The kernel reads the scales of one group of features after another.
+    """
+    if missing := -x_XBK.shape[-2] % _ROWS_MULTIPLE:
+        x_XBK = F.pad(x_XBK, (0, 0, 0, missing))
+    groups = x_XBK.float().unflatten(-1, (-1, 128))  # type: ignore[no-untyped-call]
+    scales_XBk = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / LARGEST
+    codes_XBK = (groups / scales_XBk.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    return codes_XBK, scales_XBk.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _multiply(codes_BK: Tensor, scales_Bk: Tensor, codes_NK: Tensor, scales_nk: Tensor) -> Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
-    groups = x_BK.float().unflatten(-1, (-1, 128))  # type: ignore[no-untyped-call]
-    scales_Bk = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / LARGEST
-    codes_BK = (groups / scales_Bk.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    if missing := -scales_nk.shape[1] % _BLOCKS_MULTIPLE:
+        scales_nk = F.pad(scales_nk, (0, missing))
     out_BN: Tensor = scaled_mm(
         codes_BK,
         codes_NK.t(),
-        scales_Bk.t().contiguous().t(),  # the kernel reads the scales of one group after another
+        scales_Bk,
         ScalingType.BlockWise1x128,
         scales_nk.t(),
         ScalingType.BlockWise128x128,
@@ -140,11 +193,15 @@ def has_block_products(device: torch.device) -> bool:
 
 
 def block_products_are_right(device: torch.device) -> bool:
-    """Try it on a few values."""
+    """Try it on a few values: one row, some and many, of numbers of blocks that are padded and that are not."""
+    return all(_is_right(device, rows=rows, features=features) for rows, features in ((1, 512), (3, 256), (130, 640)))
+
+
+def _is_right(device: torch.device, *, rows: int, features: int) -> bool:
     generator = torch.Generator(device).manual_seed(0)
-    x_BK, weight_NK = (torch.randn(rows, 256, generator=generator, device=device) for rows in (3, 384))
+    x_BK, weight_NK = (torch.randn(num, features, generator=generator, device=device) for num in (rows, 384))
     codes_NK = weight_NK.to(torch.float8_e4m3fn)
-    scales_nk = 0.5 + torch.rand(3, 2, generator=generator, device=device)
+    scales_nk = 0.5 + torch.rand(3, features // 128, generator=generator, device=device)
     exact_BN = x_BK @ block_values(codes_NK, scales_nk, (128, 128), (0, 0)).float().t()
     try:
         found_BN = block_product(x_BK.bfloat16(), codes_NK, scales_nk).float()

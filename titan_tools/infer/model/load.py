@@ -19,7 +19,7 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.stored_blocks import BlocksSource
 from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts, StoredExperts
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, reads_of, slice_of
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, choose_products, reads_of, slice_of
 from titan_tools.infer.model.latent_attention import LatentAttention
 from titan_tools.infer.model.linear import (
     FusedLinear,
@@ -180,6 +180,7 @@ def load_model(
     if args.tied and (form := form_of(model.output.weight.shape)):
         _convert(model.output, form)
     model.to(device)  # its buffers, such as rotary frequencies
+    choose_products(model, dtype)
     head, model.output = model.output, None
     latent = blocks[0].latent
     num_kv_heads = 1 if latent else slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim
