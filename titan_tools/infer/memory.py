@@ -16,7 +16,6 @@ from titan_tools.console import count, note
 from titan_tools.infer.decoding.attention import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
 from titan_tools.infer.model.load import SlicedModel
-from titan_tools.infer.model.quantize import STORED
 from titan_tools.infer.model.tensor_parallel import valid_tp
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
@@ -25,6 +24,7 @@ from titan_tools.launch import inside_launch, started_by_titan
 from titan_tools.machine_errors import as_memory_error
 
 _OTHER_BYTES = GIB  # CUDA graphs, workspaces of matrix products, NCCL's buffers, and gaps between blocks
+_BYTES_PER_WEIGHT = {"int8": 1, "float8": 1, "mxfp4": 17 / 32}  # with the scales of blocks
 _BYTES_PER_LOGIT = 32  # fp32 logits and what sampling computes from them: sorted, token ids, probabilities
 
 
@@ -75,8 +75,9 @@ class OutOfMemory(TitanError):
 def memory_for_weights(work: Work, info: ModelInfo) -> Iterator[None]:
     """Raise OutOfMemory, with fixes, where loading a rank's weights runs out of memory."""
     num = sum(prod(parameter.shape) for parameter in get_family(info.family).parameters(info.args))
-    dtype = "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype
-    num_gib = num * (1 if work.request.quantize else getattr(torch, dtype).itemsize) / work.tp / GIB
+    dtype = work.weights_dtype
+    each = _BYTES_PER_WEIGHT.get(dtype) or getattr(torch, dtype).itemsize
+    num_gib = num * each / work.tp / GIB
     with _explained(f" while reading the weights, about {num_gib:.2f} GiB per rank in {dtype}", _weight_tries(work)):
         yield
 

@@ -69,7 +69,7 @@ def sums_by_row(lse: Tensor, num_rows: int, num_kv_heads: int) -> Tensor:
     Their shape varies with torch's version. Of two dims, each KV head has its rows in turn.
     """
     if lse.dim() == 3:  # [B, N, 1]
-        return lse[..., 0]
+        return lse.squeeze(-1)
     lse_KBG: Tensor = lse.reshape(num_kv_heads, num_rows, -1)
     return lse_KBG.transpose(0, 1).flatten(1)
 

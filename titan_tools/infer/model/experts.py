@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from converters.catalog import Box
 from converters.families.base import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, chosen_products
 from titan_tools.infer.model.quantize import QuantizedWeight
 from titan_tools.infer.model.reading import Joined
+from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight
 from titan_tools.infer.model.tensor_parallel import AllReduce
 from trainer.models.biased_experts import clamped_swiglu
 from trainer.models.grouped_product import grouped_product
@@ -155,13 +155,13 @@ class StackedWeights(SeparateWeights):
 
 
 class StoredExperts(SeparateWeights):
-    """One matrix of every expert as float8 codes with scales of blocks: slices that follow each other along O."""
+    """One matrix of every expert as codes with scales of blocks: slices that follow each other along O."""
 
-    def __init__(self, slices: Sequence[Fp8Slice]):
+    def __init__(self, slices: Sequence[StoredSlice]):
         super().__init__(0)
         self.slices = nn.ModuleList(slices)
 
-    def _slices(self) -> list[Fp8Slice]:
+    def _slices(self) -> list[StoredSlice]:
         return list(self.slices)  # type: ignore[arg-type]
 
     @property
@@ -172,18 +172,12 @@ class StoredExperts(SeparateWeights):
         self.weights = self.weights or [self._of_expert(e) for e in range(len(self._slices()[0].codes))]
         return super().multiply(x_RI, rows)
 
-    def _of_expert(self, number: int) -> Fp8Weight:
-        found = []
-        for each in self._slices():
-            one = Fp8Slice(each.block, each.start)
-            one.codes, one.scales = each.codes[number], each.scales[number]
-            one.multiplies_codes = each.multiplies_codes
-            found.append(one)
-        return Fp8Weight(found)
+    def _of_expert(self, number: int) -> StoredWeight:
+        return StoredWeight([each.expert(number) for each in self._slices()])
 
     def multiply_chosen(self, x_RI: Tensor, ids_R: Tensor) -> Tensor:
         """As `StackedWeights.multiply_chosen`."""
-        return torch.cat([chosen_products(x_RI, each, ids_R) for each in self._slices()], dim=-1)
+        return torch.cat([each.chosen_products(x_RI, ids_R) for each in self._slices()], dim=-1)
 
 
 class SlicedExperts(nn.Module):

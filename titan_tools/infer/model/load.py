@@ -19,7 +19,7 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.stored_blocks import BlocksSource
 from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts, StoredExperts
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, choose_products, reads_of, slice_of
+from titan_tools.infer.model.fp8_blocks import choose_products
 from titan_tools.infer.model.latent_attention import LatentAttention
 from titan_tools.infer.model.linear import (
     FusedLinear,
@@ -33,6 +33,7 @@ from titan_tools.infer.model.linear import (
 from titan_tools.infer.model.quantize import STORED, QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reach import MOST_MARKS, Reach, reach_of
 from titan_tools.infer.model.reading import Joined, read_in_order
+from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight, reads_of, slice_of
 from titan_tools.infer.model.tensor_parallel import (
     GatheredOutput,
     SlicedEmbedding,
@@ -110,7 +111,7 @@ def load_model(
     """Build and fill the model of `rank`, without communication; running it needs a process group of `tp` ranks.
 
     `quantize`: "int8" or "float8", of all linear layers and experts; or "stored", of a `BlocksSource`: its blocks of
-    float8 codes are kept, all other weights stay as they are. `fused`: layers with the same input are one
+    codes are kept, all other weights stay as they are. `fused`: layers with the same input are one
     product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
     for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
@@ -279,13 +280,13 @@ def _set(module: nn.Module, name: str, form: Callable[[Tensor], Any] | None, val
         _convert(module, form)
 
 
-def _keep_blocks(module: Any, name: str, slices: list[Fp8Slice]) -> None:
+def _keep_blocks(module: Any, name: str, slices: list[StoredSlice]) -> None:
     """Give a linear layer, or experts, a weight of blocks, which are read later."""
     if isinstance(module, SlicedExperts):
         setattr(module, name, StoredExperts(slices))
         return
     delattr(module, name)
-    setattr(module, name, Fp8Weight(slices))
+    setattr(module, name, StoredWeight(slices))
 
 
 def _is_converted(form: Callable[[Tensor], Any] | None) -> bool:
@@ -305,5 +306,5 @@ def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
     plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
     weights = [getattr(layer, "weight", None) for layer in layers]
-    converted = (Fp8Weight, PackedWeight, QuantizedWeight, WidenedWeight)
+    converted = (StoredWeight, PackedWeight, QuantizedWeight, WidenedWeight)
     return sum(plain.values()) + sum(w.num_bytes for w in weights if isinstance(w, converted))
