@@ -130,7 +130,7 @@ def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRule
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
             return DigestRules()
         family, quantized = get_family(info.family), quantized_tensors(catalog, info)
-        naming = naming_of(catalog, family)
+        naming = naming_of(catalog, family, info.args)
         found = num_mtp_layers(catalog.tensors, family, naming, info.args)
         return DigestRules(native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming), quantized)
     except TitanError:

@@ -49,6 +49,7 @@ class ConvertReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     dequantized: str  # how the source's weights are quantized; "" where they are not
+    source_quantization: str  # fp8 or mxfp4; "" where they are not
     quantized: str  # how the output's weights are; "" where they are not
     num_scales: int  # in the output
     moved_scales: int | None  # of them, those that differ from `scales_of`'s; None where nothing was compared
@@ -103,6 +104,7 @@ def convert(
     `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
+    options = output.completed(options)
     if options.quantize and allow_nonfinite:
         raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()
@@ -190,6 +192,7 @@ def convert(
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
         dequantized=describe_quantized(weights.quantized),
+        source_quantization=weights.quantized.scheme.method if weights.quantized else "",
         quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
         num_scales=quantization.num_scales if quantization else 0,
         moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,

@@ -193,11 +193,12 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Parts of one shape, one after another along `dim`; `shape` is that of the whole."""
+    """Parts, one after another along `dim`; `shape` is that of the whole."""
 
     parts: tuple[Expression, ...]
     dim: int
     shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()  # of the parts along `dim`; (): all are equal
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -209,11 +210,14 @@ class Join:
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         start, size = box.offsets[self.dim], self.shape[self.dim] // len(self.parts)
-        end, made = start + box.sizes[self.dim], None
-        for number in range(start // size, max(start // size + 1, -(-end // size))):
-            first = max(start, number * size)
-            count = min(end, (number + 1) * size) - first
-            piece = self.parts[number].read(source, _moved_along(box, self.dim, first - number * size, count))
+        end, begin, made = start + box.sizes[self.dim], 0, None
+        for part, its in zip(self.parts, self.sizes or (size,) * len(self.parts), strict=True):
+            begin += its
+            first = max(start, begin - its)
+            count = min(end, begin) - first
+            if count < 0 or (count == 0 and start < end):
+                continue
+            piece = part.read(source, _moved_along(box, self.dim, first - (begin - its), count))
             if count == box.sizes[self.dim]:
                 return piece
             if made is None:

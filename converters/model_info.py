@@ -21,7 +21,7 @@ from converters.families.base import (
     args_to_json,
     computed_numbers,
 )
-from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
+from converters.families.registry import all_families, as_hf_config, get_family, read_hf_config, read_meta_params
 from converters.hf_fields import (
     describe_rewritten,
     extra_generation_settings,
@@ -90,8 +90,8 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         family, args, untranslated = _from_titan(folder / MODEL_INFO)
         _refuse_other_numbers(folder, args, shapes)
     elif described_by == HF_CONFIG:
-        config = read_json(folder / HF_CONFIG)
         with _naming_folder(folder):
+            config = dict(as_hf_config(read_json(folder / HF_CONFIG)))
             family, args = read_hf_config(config)
             quantization = read_quantization(config)
     elif described_by == META_PARAMS:

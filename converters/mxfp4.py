@@ -19,6 +19,7 @@ NOT_A_NUMBER = 255  # a scale
 
 _BIAS = 127
 _LARGEST_EXPONENT = 2  # of VALUES: 4.0
+_SMALLEST = 1 << 22  # the bits of 2^-127 in float32
 _AT_ONCE = 1 << 17  # values that are encoded at a time: the temporaries stay in a core's cache
 _HALF_STEP, _OLD_BIAS = 0x1FFFFF, 126 << 1  # half of e2m1's last bit in float32; float32's exponent bias minus e2m1's
 _SUBNORMAL = np.float32(1 << 22)  # its last bit is 0.5, as that of e2m1's subnormal numbers
@@ -59,10 +60,12 @@ def block_amax(values: _Array) -> _Array:
 def scales_rounded_up(amax: _Array) -> _Array:
     """The scale bytes 2^⌈log2(amax / 6)⌉, so that no value is clipped; 0 for blocks of zeros.
 
-    The rule of the gpt-oss releases (downcast_to_mxfp of triton_kernels): amax / 6 in float32, at least 2^-126.
+    The rule of the gpt-oss releases (downcast_to_mxfp of triton_kernels), which computes amax / 6 in float32. It has no
+    scale of 2^-127: here 0 is that, too, so that the values of every block are kept when it is quantized again.
     """
     bits = (amax / np.float32(LARGEST)).view(np.uint32)
-    return ((bits + np.uint32(0x7FFFFF)) >> np.uint32(23)).astype(np.uint8)
+    scales = ((bits + np.uint32(0x7FFFFF)) >> np.uint32(23)).astype(np.uint8)
+    return np.where(bits <= _SMALLEST, np.uint8(0), scales)
 
 
 def scales_rounded_down(amax: _Array) -> _Array:

@@ -58,7 +58,8 @@ def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, 
     if len(info.shape) < 3 or info.shape[-1] != CODE_BYTES:
         return {name: f"shape       {name}  is {list(info.shape)}, should be [..., {CODE_BYTES}]: 32 codes in a block"}
     problems = {}
-    if scheme.is_listed(name.rpartition(".")[0]):
+    module = name.rpartition(".")[0]
+    if scheme.is_listed(module):
         problems[name] = f"config      {name}  is {METHOD}, and {KEY} lists its module as not quantized"
     if scales is None:
         problems[its] = f"missing     {its}  {list(info.shape[:-1])}: {name} is {METHOD}"

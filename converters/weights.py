@@ -14,7 +14,7 @@ from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import Family, Naming
+from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
@@ -105,7 +105,8 @@ def native_weights(
             f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
             f"of the model in {model_from or catalog.root}"
         )
-    family, naming = get_family(info.family), naming_of(catalog, get_family(info.family))
+    family = get_family(info.family)
+    naming = naming_of(catalog, family, info.args)
     found = num_mtp_layers(weights.tensors, family, naming, info.args)
     if found and not keep_mtp:
         naming = without_mtp(family, naming, info.args, found)
@@ -138,10 +139,18 @@ def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANT
     return find_quantized(infos, info.quantization, dtype=dtype, is_own=is_own)
 
 
-def naming_of(catalog: Catalog, family: Family) -> Naming:
-    """The naming of a checkpoint's weights, including the dict that holds them."""
+def naming_of(catalog: Catalog, family: Family, args: ModelArgs | None = None) -> Naming:
+    """The naming of a checkpoint's weights, including the dict that holds them; by their names alone without `args`."""
     nest = "".join(f"{key}." for key in _nest(catalog) or ())
-    return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.place))
+    tensors = model_part(catalog).tensors
+    naming = detect_naming(tensors, family, nest=nest, where=str(catalog.place))
+    if args is None:
+        return naming
+    infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in tensors.items()}
+    try:
+        return family.naming_by_shapes(naming, args, infos)
+    except CheckpointError as error:
+        raise CheckpointError(f"{catalog.place}: {error.message}", hint=error.hint) from None
 
 
 def model_part(catalog: Catalog) -> Catalog:

@@ -28,7 +28,7 @@ def print_conversion(report: ConvertReport) -> None:
     if report.resumed_bytes:
         _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
     if report.dequantized:
-        _line("fp8", report.dequantized)
+        _line(report.source_quantization, report.dequantized)
     if report.quantized:
         _line("quantized", report.quantized)
         _line("scales", _describe_scales(report))
