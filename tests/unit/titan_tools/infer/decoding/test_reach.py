@@ -4,6 +4,8 @@ Sequences are some times as long as a window (8) or a chunk (12), so that every 
 """
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import pytest
@@ -17,6 +19,7 @@ from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.decoding.likelihood import Likelihood, ScoredText
 from titan_tools.infer.model.reach import Reach
+from titan_tools.infer.model.tensor_parallel import use_collectives
 
 ROOM, VOCAB = 64, 97
 TEXT = [(37 * n + 11) % VOCAB for n in range(60)]
@@ -308,3 +311,51 @@ def test_sums_of_the_cpus_kernel_are_tried_before_they_are_used(monkeypatch):
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", off)
     assert not attention.has_sums_on_cpu(torch.float32)
     attention.has_sums_on_cpu.cache_clear()
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_biases_are_added_once(name, tp):
+    """Ranks in threads of one process: heads, sinks and features that three do not divide, sums over ranks."""
+    theirs = their_model(name, intermediate_size=90)  # 4 ranks have 23, 23, 23 and 21
+    sums, said = Meeting(tp), [None] * tp
+
+    def be_rank(rank):
+        model = load_native(theirs, name, tp=tp, rank=rank, numbers={"intermediate_size": 90})
+        for part in (model.body, model.head):
+            use_collectives(part, OfThreads(sums, rank))
+        engine = Engine(model, rows=1, room=ROOM)
+        said[rank] = torch.stack([engine.prefill(0, TEXT[:40]), *(engine.decode([t])[0] for t in TEXT[40:44])])
+
+    with ThreadPoolExecutor(tp) as pool:
+        list(pool.map(be_rank, range(tp)))
+    expected = one_pass(theirs, TEXT[:44])[39:]
+    for found in said:
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+class Meeting:
+    """Tensors that threads hand each other."""
+
+    def __init__(self, num):
+        self.barrier, self.parts = threading.Barrier(num, timeout=60), [None] * num
+
+    def exchange(self, rank, part):
+        self.parts[rank] = part.clone()
+        self.barrier.wait()
+        found = [one.clone() for one in self.parts]
+        self.barrier.wait()
+        return found
+
+
+class OfThreads:
+    """See Collectives."""
+
+    def __init__(self, meeting, rank):
+        self.meeting, self.rank = meeting, rank
+
+    def sum(self, part):
+        return torch.stack(self.meeting.exchange(self.rank, part)).sum(0)
+
+    def gather(self, part):
+        return torch.cat(self.meeting.exchange(self.rank, part), dim=-1)
