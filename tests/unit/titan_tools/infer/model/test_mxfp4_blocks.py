@@ -1,13 +1,21 @@
 """Products of mxfp4 weights: against the OCP specification's table of values, multiplied in float64."""
 
+from copy import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from converters.catalog import Box
+from converters.errors import CheckpointError
+from converters.stored_blocks import BlocksSource
+from converters.weights import open_native
+from tests.tiny_gpt_oss import CONFIG, read_folder, save, write_gpt_oss, write_mxfp4
 from tests.tiny_infer import CPU
+from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import linear, mxfp4_blocks
 from titan_tools.infer.model.experts import RowsOfOneToken, SortedRows, StoredExperts
+from titan_tools.infer.model.load import load_model
 from titan_tools.infer.model.mxfp4_blocks import (
     Mxfp4Slice,
     _gathered_products,
@@ -16,7 +24,9 @@ from titan_tools.infer.model.mxfp4_blocks import (
     mxfp4_slice,
     products_are_right,
 )
+from titan_tools.infer.model.quantize import STORED
 from titan_tools.infer.model.stored_weight import StoredWeight
+from trainer.parallel.compile import why_inductor_cannot
 
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,3 +134,79 @@ def test_a_slice_reads_the_blocks_that_it_touches():
 
 def test_blocks_of_rows_are_small():
     assert mxfp4_blocks.BLOCK_ELEMENTS == linear.BLOCK_ELEMENTS  # the values stay in a core's cache
+
+
+class Published:
+    """A folder in mxfp4, transformers' model of its values, and what that says of a text longer than the window."""
+
+    TEXT = [(37 * n + 11) % 97 for n in range(30)]
+
+    def __init__(self, folder):
+        self.model = write_gpt_oss(folder / "hf", dtype="float32")
+        values = write_mxfp4(folder / "mxfp4", folder / "hf")
+        self.model.load_state_dict({name: tensor.float() for name, tensor in values.items()})
+        self.folder = folder / "mxfp4"
+        with torch.inference_mode():
+            self.logits = self.model(torch.tensor([self.TEXT])).logits[0, 19:]
+
+    def load(self, *, tp=1, rank=0, quantize=STORED, dtype=torch.float32, **options):
+        with open_native(self.folder) as weights:
+            source = BlocksSource(weights.source) if quantize == STORED else weights.source
+            return load_model(
+                source, weights.info, dtype=dtype, device=CPU, tp=tp, rank=rank, quantize=quantize, **options
+            )
+
+    def error(self, model, **engine):
+        """Of the logits after 20 tokens and after each that follows, compared with the largest."""
+        engine = Engine(model, rows=1, room=64, **engine)
+        said = [engine.prefill(0, self.TEXT[:20]), *(engine.decode([token])[0] for token in self.TEXT[20:])]
+        return float((torch.stack(said) - self.logits).abs().max() / self.logits.abs().max())
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    return Published(tmp_path_factory.mktemp("oss"))
+
+
+def test_a_published_folder_says_what_transformers_says(published):
+    """With the experts as they are stored, as values, and rounded to 8 bits."""
+    kept, made, rounded = (published.load(quantize=how) for how in (STORED, None, "int8"))
+    assert published.error(kept) < 1e-5 and published.error(made) < 1e-5
+    assert 1e-5 < published.error(rounded) < 0.3
+    experts = [layer.experts for layer in kept.experts]
+    assert all(isinstance(each.gate_up, StoredExperts) and isinstance(each.down, StoredExperts) for each in experts)
+    assert experts[0].num_bytes == (2 * 96 * 64 + 64 * 96) * 17 // 32
+    assert isinstance(kept.body.layers["0"].attention.wq, torch.nn.Linear)
+    assert kept.body.layers["0"].attention.wq.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{"static": True}, {"compile": True, "backend": "eager"}])
+def test_steps_of_fixed_shapes_say_the_same(published, options):
+    assert published.error(published.load(packed=False), **options) < 1e-5
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_inductor_cannot(CPU) is not None, reason="nothing to compile C++ with")
+def test_a_step_that_inductor_compiled_says_the_same(published):
+    assert published.error(published.load(packed=False), compile=True) < 1e-5
+    torch._dynamo.reset()
+
+
+def test_slices_of_ranks_cut_through_blocks(published):
+    """96 features on four ranks: 24 each, of blocks of 32. Together they are the experts' output."""
+    x_TD, ids_TK = torch.randn(5, 64), torch.tensor([[0, 11], [3, 4], [11, 0], [5, 5], [2, 7]])
+    rows = SortedRows(ids_TK, 12)
+    whole, *parts = (published.load(tp=tp, rank=rank) for tp, rank in ((1, 0), *((4, rank) for rank in range(4))))
+    exact, *found = (model.experts[1].experts.multiply(rows.of_experts(x_TD), rows) for model in (whole, *parts))
+    assert parts[1].experts[1].experts.down.slices[0].start == 24
+    assert (sum(found) - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def test_a_scale_that_is_no_number_is_refused(published, tmp_path):
+    tensors = read_folder(published.folder)
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][3, 5, 1] = 255
+    odd = copy(published)
+    odd.folder = save(tmp_path / "odd", tensors, published.folder, CONFIG)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.moe\.experts\.mlp2_weight has a scale of 255"):
+        odd.load()
