@@ -31,7 +31,7 @@ from converters.quantize import opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
-from converters.trained_by import apply_trained_by
+from converters.trained_by import TRAINED_BY, apply_trained_by
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 
@@ -105,6 +105,10 @@ def convert(
     """
     output = get_format(to)
     options = output.completed(options)
+    if mtp not in ("drop", "keep"):
+        raise ConfigError(f"unknown choice for layers of multi-token prediction: {mtp!r}", hint="known: drop, keep")
+    if trained_by not in (None, *TRAINED_BY):
+        raise ConfigError(f"unknown trainer: {trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
     if options.quantize and allow_nonfinite:
         raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()

@@ -45,6 +45,8 @@ class Fp8Encoder:
                 wide = known.astype(np.float32)
                 if self.keeps_known:
                     fits = (np.isfinite(wide) & (wide >= 0)) & ~saturated(amax, wide)
+                    if self.scheme.power_of_two:
+                        fits &= np.isin(np.frexp(wide)[0], (0, 0.5))
                     scales, exact = np.where(fits, known, scales), exact | fits
                 num_moved = int(np.count_nonzero(scales.astype(np.float32) != wide))
             codes = encode(values, amax, scales.astype(np.float32), block, exact=exact)

@@ -51,6 +51,7 @@ class ModelInfo:
     )  # bos_token_id, eos_token_id (one or several), pad_token_id
     untranslated: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that `args` does not hold
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
+    stated_mtp_layers: int = field(default=0, compare=False)  # the weights may have fewer
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
     notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used
     quantization: Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
@@ -120,6 +121,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         ids,
         untranslated,
         stated_dtype=read_stated_dtype(config),
+        stated_mtp_layers=config.get("num_nextn_predict_layers", 0) or getattr(args, "num_mtp_layers", 0),
         remarks=tuple(remarks),
         quantization=quantization,
     )

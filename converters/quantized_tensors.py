@@ -78,6 +78,8 @@ def _find_fp8(
             problems[name] = f"scales      {name}  there is no {weight}"
         elif weight not in codes:
             problems[name] = f"scales      {name}  {weight} is {tensors[weight].dtype}, which needs none"
+        elif (its := _scales_of(weight, tensors)) != name:
+            problems[name] = f"scales      {name}  {weight} has {its}, too"
     expressions = {}
     for name, info in codes.items():
         its = _scales_of(name, tensors)

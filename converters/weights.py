@@ -19,7 +19,7 @@ from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, find_model_file
-from converters.mtp import num_mtp_layers, with_mtp, without_mtp
+from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.names import section_of
 from converters.namings import detect_naming
 from converters.native_view import native_view
@@ -110,6 +110,8 @@ def native_weights(
     found = num_mtp_layers(weights.tensors, family, naming, info.args)
     if found and not keep_mtp:
         naming = without_mtp(family, naming, info.args, found)
+    if keep_mtp and not allow_missing:
+        require_stated(found, info.stated_mtp_layers, where=str(catalog.place))
     info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:

@@ -103,3 +103,63 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], source: Path, quantizat
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def native_logits(weights, tokens, args):
+    """Logits [L, V] of `tokens` [L] from weights under native names, in float64; `args`: of a GPT-OSS.
+
+    From the model card (arXiv 2508.10925) and OpenAI's description of its experts; frequencies are titan's own, which
+    other tests compare with transformers'.
+    """
+    from torch.nn.functional import embedding, linear
+
+    from trainer.models.llama3.rope import rope_frequencies, rotation_scale
+
+    held = {fqn: torch.as_tensor(tensor).double() for fqn, tensor in weights.items()}
+    angles = torch.arange(len(tokens))[:, None].float() * rope_frequencies(args, args.head_dim)
+    cos, sin = (f(angles).double() * rotation_scale(args.rope_scaling) for f in (torch.cos, torch.sin))
+    far = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
+
+    def norm(x, name):
+        return x * (x.pow(2).mean(-1, keepdim=True) + args.norm_eps).rsqrt() * held[f"{name}.weight"]
+
+    def project(x, name):
+        return linear(x, held[f"{name}.weight"], held.get(f"{name}.bias"))
+
+    def heads(x, count):
+        return x.unflatten(-1, (count, args.head_dim)).transpose(0, 1)
+
+    def turn(x):  # halves
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attention(x, at, window):
+        q = turn(heads(project(x, f"{at}.wq"), args.num_heads))
+        k, v = (heads(project(x, f"{at}.{name}"), args.num_kv_heads) for name in ("wk", "wv"))
+        shared = args.num_heads // args.num_kv_heads
+        k, v = turn(k).repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+        hidden = (far < 0) | (far >= window) if window else far < 0
+        scores = (q @ k.mT * args.head_dim**-0.5).masked_fill(hidden, float("-inf"))
+        sinks = held[f"{at}.sinks"][:, None, None].expand(-1, len(tokens), 1)
+        shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return project((shares @ v).transpose(0, 1).flatten(-2), f"{at}.wo")
+
+    def experts(x, at):
+        chosen = project(x, f"{at}.router.gate").topk(args.experts_per_token, -1)
+        first, second = ([held[f"{at}.experts.mlp{n}_{kind}"] for kind in ("weight", "bias")] for n in (1, 2))
+        out = torch.zeros_like(x)
+        for token, (ids, shares) in enumerate(zip(chosen.indices, chosen.values.softmax(-1), strict=True)):
+            for e, share in zip(ids, shares, strict=True):
+                both = linear(x[token], first[0][e], first[1][e])
+                gate, up = both[0::2].clamp(max=args.clamp), both[1::2].clamp(-args.clamp, args.clamp)
+                inside = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+                out[token] += share * linear(inside, second[0][e], second[1][e])
+        return out
+
+    x = embedding(tokens, held["tok_embeddings.weight"])
+    for n in range(args.num_layers):
+        at = f"layers.{n}"
+        window = args.window if n in args.window_layers else None
+        x = x + attention(norm(x, f"{at}.attention_norm"), f"{at}.attention", window)
+        x = x + experts(norm(x, f"{at}.ffn_norm"), f"{at}.moe")
+    return linear(norm(x, "norm"), held.get("output.weight", held["tok_embeddings.weight"]))

@@ -111,7 +111,7 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
 def _describe_scales(report: ConvertReport) -> str:
     """How many scales of a quantized output were written, and how many differ from those of another copy."""
     if report.moved_scales is None:
-        known = f"; compared with those of {report.scales_of}" if report.scales_of else ""
+        known = f"; compared with those of {report.scales_of}" if report.scales_of else ", not compared with others"
         return f"{count(report.num_scales, 'scale')}{known}"
     kept = report.num_scales - report.moved_scales
     return f"{count(report.num_scales, 'scale')}: {kept:,} as in {report.scales_of}, {report.moved_scales:,} moved"

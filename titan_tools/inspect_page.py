@@ -79,7 +79,8 @@ def _quantization(of: Mapping[str, Any]) -> str:
     dtypes = ", ".join(of["scale_dtypes"])
     return (
         f"{count(of['num_weights'], 'weight')} in {of['codes']} ({format_bytes(of['weight_bytes'])}), "
-        f"{kind}scales in {dtypes} for blocks of {rows} × {columns} ({format_bytes(of['scale_bytes'])}); read as {of['read_as']}"
+        f"{kind}scales in {dtypes} for blocks of {rows} × {columns} ({format_bytes(of['scale_bytes'])}); "
+        f"read as {of['read_as']}"
     )
 
 

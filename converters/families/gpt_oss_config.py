@@ -44,7 +44,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     """args_from_hf_config for GPT-OSS."""
     check_numbers(config, what="config.json")
     windows, refused = _window_layers(config)
-    args = args_from_hf_config(_with_defaults(config), _CONFIG, also_refused=[*refused, *_other_lengths(config)])
+    args = args_from_hf_config(_with_defaults(config), _CONFIG, also_refused=[*refused, *_rope_problems(config)])
     assert isinstance(args, GptOssArgs)
     window = config.get("sliding_window", 128)
     return replace(
@@ -61,17 +61,17 @@ def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the class's values for absent and null fields, RoPE's included."""
     given = _DEFAULTS | {key: value for key, value in config.items() if value is not None}
     rope, scaling = given.get("rope_parameters"), given.get("rope_scaling")
-    if not rope and not scaling:
-        return given | {"rope_theta": given.get("rope_theta", _THETA), "rope_scaling": _DEFAULT_ROPE}
-    if "rope_theta" in given or any(isinstance(each, Mapping) and "rope_theta" in each for each in (rope, scaling)):
-        return given
-    if isinstance(rope, Mapping) and not scaling:
-        return given | {"rope_parameters": {**rope, "rope_theta": _THETA}}
-    return given | {"rope_theta": _THETA}
+    if rope is None and not scaling:
+        return {"rope_theta": _THETA} | given | {"rope_scaling": _DEFAULT_ROPE}
+    if scaling:  # transformers 4 reads theta outside of it, 5 prefers the one inside
+        return {"rope_theta": _THETA} | given
+    if isinstance(rope, Mapping) and "rope_theta" not in given:
+        return given | {"rope_parameters": {"rope_theta": _THETA, **rope}}
+    return given
 
 
 def _window_layers(config: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
-    """The layers with a window, and what is not covered; every other one by default, from the first on."""
+    """The layers with a window, and what is refused; every other one by default, from the first on."""
     layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
     if not isinstance(layers, int):
         return (), []  # reported with the other numbers that are missing
@@ -85,11 +85,15 @@ def _window_layers(config: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str
     windows = tuple(layer for layer, kind in enumerate(kinds) if kind == _WINDOWED)
     if windows and "sliding_window" in config and config["sliding_window"] is None:
         refused.append(f"sliding_window = null, with {len(windows)} layers of type {_WINDOWED}")
+    if windows and config.get("sliding_window") == 1:
+        refused.append("sliding_window = 1: transformers' cache keeps all tokens then")
     return windows, refused
 
 
-def _other_lengths(config: Mapping[str, Any]) -> list[str]:
-    """An `initial_context_length`, which is YaRN's original length in OpenAI's words, that is not that."""
+def _rope_problems(config: Mapping[str, Any]) -> list[str]:
+    """What transformers 4 and 5 take for different RoPEs, and an original length that is stated twice and differs."""
+    if "rope_scaling" in config and config["rope_scaling"] is None and config.get("rope_parameters") is None:
+        return ["rope_scaling = null: transformers 4 takes it for no scaling, 5 for YaRN"]
     length, rope = config.get("initial_context_length"), config.get("rope_parameters") or config.get("rope_scaling")
     original = (rope if isinstance(rope, Mapping) else _DEFAULT_ROPE).get("original_max_position_embeddings", length)
     if length in (None, original):

@@ -154,6 +154,21 @@ def test_values_that_outgrow_a_kept_scale_get_a_new_one(plain, tmp_path):
     assert_same(after, before)
 
 
+def test_a_kept_scale_that_is_no_power_of_two_is_replaced_where_the_config_says_they_are(plain, tmp_path):
+    """Readers of `scale_fmt: ue8m0` may keep the exponent alone."""
+    published = write_fp8(tmp_path / "published", plain, ue8m0=True)
+    held = read_folder(published)
+    config = json.loads((published / "config.json").read_text())["quantization_config"]
+    scales = f"{GATE}_scale_inv"
+    held[scales][1, 0] *= 1.5
+    wrong = save(tmp_path / "wrong", held, plain, config)
+    convert(wrong, tmp_path / "dcp", to="dcp")
+    report = out(tmp_path / "dcp", tmp_path / "fp8", "fp8:ue8m0", scales_from=wrong)
+    found = read_folder(tmp_path / "fp8")
+    assert report.moved_scales == 1 and (found[scales] != held[scales]).nonzero().tolist() == [[1, 0]]
+    assert torch.frexp(found[scales]).mantissa.unique().tolist() == [0.5]
+
+
 def test_transformers_dequantizes_it_to_the_same_logits(tmp_path):
     """Where no block is partial: transformers cannot read those. Its own module, because loading needs accelerate."""
     from transformers import AutoModelForCausalLM
