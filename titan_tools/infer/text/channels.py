@@ -1,4 +1,4 @@
-"""Answers in channels, as GPT-OSS writes them (OpenAI's Harmony format): thoughts, calls of tools, and the final answer.
+"""Answers in channels, as GPT-OSS writes them (OpenAI's Harmony format): thoughts, calls of tools, final answers.
 
 The prompt ends with `<|start|>assistant`. The model writes `<|channel|>analysis<|message|>…<|end|>`, then
 `<|start|>assistant<|channel|>final<|message|>…<|return|>`, or ends a call of a tool with `<|call|>`. So `<|end|>` does
