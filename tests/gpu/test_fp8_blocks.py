@@ -11,8 +11,9 @@ from tests.tiny_deepseek import write_deepseek
 from tests.tiny_infer import load
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model.experts import SortedRows, StoredExperts
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, choose_products, has_block_products
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, choose_products, has_block_products
 from titan_tools.infer.model.load import load_model
+from titan_tools.infer.model.stored_weight import StoredWeight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -50,7 +51,7 @@ def test_hopper_multiplies_codes_with_cuda_12_9_and_later():
 @pytest.mark.parametrize("shape", [(256, 384), (384, 1024), (576, 256), (130, 70)])
 def test_a_product_is_near_that_of_the_values(rows, shape):
     codes, scales = quantize(torch.randn(shape).bfloat16())
-    weight = Fp8Weight([Fp8Slice((128, 128), (0, 0))]).to(GPU)
+    weight = StoredWeight([Fp8Slice((128, 128), (0, 0))]).to(GPU)
     (part,) = weight.slices
     part.codes, part.scales = codes.to(GPU), scales.to(GPU)
     choose_products(weight, torch.bfloat16)

@@ -9,7 +9,7 @@ Shape letters: B rows of activations, K input features, N output features, E exp
 n and k: blocks of output and input features that hold a slice's; X zero or more dims.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from converters.catalog import Box
 from converters.fp8 import LARGEST, decode
-from converters.stored_blocks import CODES_OF, SCALES_OF, BlocksSource
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS, LinearWeight
+from converters.stored_blocks import CODES_OF, SCALES_OF
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from titan_tools.infer.model.reading import Joined
 from trainer.checkpoints.arrays import as_tensor
 from trainer.parallel.cpu_products import multiplies
@@ -51,6 +51,26 @@ class Fp8Slice(nn.Module):
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix, or of each expert's."""
+        return self.codes.shape[-2], self.codes.shape[-1]
+
+    def expert(self, number: int) -> "Fp8Slice":
+        """One expert's matrix, which shares the memory."""
+        one = Fp8Slice(self.block, self.start)
+        one.codes, one.scales = self.codes[number], self.scales[number]
+        one.multiplies_codes = self.multiplies_codes
+        return one
+
+    def products(self, x_BK: Tensor) -> Iterator[Tensor]:
+        """The products with the rows of a matrix, some after others."""
+        return _products(x_BK, self)
+
+    def chosen_products(self, x_RK: Tensor, ids_R: Tensor) -> Tensor:
+        """The product of each row with the expert of its id, [R, N]."""
+        return chosen_products(x_RK, self, ids_R)
+
     def values(self, rows: slice) -> Tensor:
         """The values of some rows of a matrix."""
         if self.codes.is_cuda or torch.compiler.is_compiling():
@@ -67,32 +87,6 @@ def block_values(codes: Tensor, scales: Tensor, block: tuple[int, int], start: t
         at = (torch.arange(codes.shape[dim], device=codes.device) + first) // size
         scales = scales.index_select(dim, at)
     return (codes.float() * scales).to(_VALUES)
-
-
-class Fp8Weight(LinearWeight, nn.Module):
-    """A weight [N, K] of slices that follow each other along N."""
-
-    def __init__(self, slices: Sequence[Fp8Slice]):
-        super().__init__()
-        self.slices = nn.ModuleList(slices)
-
-    @property
-    def shape(self) -> torch.Size:
-        shapes = [each.codes.shape for each in self._slices()]
-        return torch.Size((sum(rows for rows, _ in shapes), shapes[0][1]))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._slices())
-
-    def _slices(self) -> list[Fp8Slice]:
-        return list(self.slices)  # type: ignore[arg-type]
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        parts = [part for each in self._slices() for part in _products(x.flatten(0, -2), each)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        out = out.view(*x.shape[:-1], out.shape[-1])
-        return out if bias is None else out + bias
 
 
 def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
@@ -210,19 +204,17 @@ def _is_right(device: torch.device, *, rows: int, features: int) -> bool:
     return bool((found_BN - exact_BN).norm() < 0.06 * exact_BN.norm())  # activations have 3 bits of mantissa
 
 
-def reads_of(weight: Fp8Slice, fqn: str, box: Box, source: BlocksSource) -> Reads:
+def fp8_reads(weight: Fp8Slice, fqn: str, box: Box) -> Reads:
     """What to read for the slice `box` of a weight, of three dims for stacked experts, and what to call with it."""
-    stored, device_dtype = source.blocks[fqn], torch.float8_e4m3fn
     *lead, rows, columns = zip(box.offsets, box.sizes, strict=True)
     of_blocks = [
-        (o // n, -(-(o + size) // n) - o // n) for (o, size), n in zip((rows, columns), stored.block, strict=True)
+        (o // n, -(-(o + size) // n) - o // n) for (o, size), n in zip((rows, columns), weight.block, strict=True)
     ]
     offsets, sizes = zip(*lead, *of_blocks, strict=True)
-    yield Joined(((CODES_OF + fqn, box),), device_dtype), partial(setattr, weight, "codes")
+    yield Joined(((CODES_OF + fqn, box),), torch.float8_e4m3fn), partial(setattr, weight, "codes")
     yield Joined(((SCALES_OF + fqn, Box(offsets, sizes)),), torch.float32), partial(setattr, weight, "scales")
 
 
-def slice_of(fqn: str, box: Box, source: BlocksSource) -> Fp8Slice:
+def fp8_slice(box: Box, block: tuple[int, int]) -> Fp8Slice:
     """An empty slice for `box`."""
-    block = source.blocks[fqn].block
     return Fp8Slice(block, (box.offsets[-2] % block[0], box.offsets[-1] % block[1]))

@@ -18,8 +18,9 @@ from tests.tiny_llama import write_llama, write_tokenizer
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import fp8_blocks
 from titan_tools.infer.model.experts import RoutedExperts, SortedRows, StoredExperts
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, block_product, choose_products
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, block_product, choose_products
 from titan_tools.infer.model.load import load_model
+from titan_tools.infer.model.stored_weight import StoredWeight
 
 PROMPT = [(37 * n + 11) % 97 for n in range(30)]
 NEXT = [5, 96, 0]
@@ -53,7 +54,7 @@ def said_by(model, **options):
 
 
 def stored_weights(model):
-    return [each for each in model.body.modules() if isinstance(each, Fp8Weight | StoredExperts)]
+    return [each for each in model.body.modules() if isinstance(each, StoredWeight | StoredExperts)]
 
 
 def test_logits_are_those_of_dequantized_weights(folder):
@@ -82,7 +83,7 @@ def test_a_ranks_slice_has_the_values_of_the_whole(folder, rank):
     whole, part = load(folder), load_stored(folder, tp=2, rank=rank)
     layer, of_whole = part.body.layers["1"].attention, whole.body.layers["1"].attention
     weight = layer.wo.weight
-    assert isinstance(weight, Fp8Weight)
+    assert isinstance(weight, StoredWeight)
     expected = of_whole.wo.weight.chunk(2, dim=1)[rank]
     x = torch.randn(3, expected.shape[1])
     torch.testing.assert_close(F.linear(x, weight), F.linear(x, expected), rtol=1e-5, atol=1e-5)
@@ -102,7 +103,7 @@ def test_values_of_any_slice_are_those_of_the_formula(monkeypatch, start, tile):
         fp8_blocks.block_values(part.codes, part.scales, part.block, part.start), values[start[0] :, start[1] :]
     )
     identity = torch.eye(part.codes.shape[1])
-    assert torch.equal(F.linear(identity, Fp8Weight([part])), values[start[0] :, start[1] :].t().float())
+    assert torch.equal(F.linear(identity, StoredWeight([part])), values[start[0] :, start[1] :].t().float())
 
 
 def scaled_mm(codes_BK, codes_KN, scales_Bk, kind, scales_kn, other, *, output_dtype):
@@ -140,7 +141,7 @@ def test_a_gpus_kernel_gets_the_codes_themselves(kernel_calls, rows, features):
     exact = x.float() @ dequantize(codes, scales, dtype=torch.float32).t()
     found = block_product(x, codes, scales)
     assert found.shape == exact.shape and 0 < (found.float() - exact).norm() < 0.05 * exact.norm()
-    weight = Fp8Weight([Fp8Slice((128, 128), (0, 0))])
+    weight = StoredWeight([Fp8Slice((128, 128), (0, 0))])
     (part,) = weight.slices
     part.codes, part.scales = codes, scales
     choose_products(weight, torch.float32)
