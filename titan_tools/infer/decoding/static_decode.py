@@ -52,6 +52,7 @@ class SplitKeys:
             q_BNH = q_BNH.repeat_interleave(2, dim=1)
         cached = layer.keys_RKTH, layer.values_RKTH
         keys, values = (one_RKTH[: self.num].transpose(1, 2).flatten(0, 1) for one_RKTH in cached)
+        out_BNH: Tensor
         out_BNH, lse = torch.ops.aten._flash_attention_forward(
             q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
             scale=layer.scale, seqused_k=self.num_keys_B,
