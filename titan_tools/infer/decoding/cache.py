@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_tools.infer.decoding.products import attend_by_products, fits
 from titan_tools.infer.decoding.sampling import likeliest
 from titan_tools.infer.model.latent_attention import LatentAttention
 
@@ -213,10 +214,13 @@ class StaticDecode:
 
 
 class MaskedKeys:
-    """The first `length` tokens of each row, with a mask for those after the row's end."""
+    """The first `length` tokens of each row, with a mask for those after the row's end.
 
-    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype):
-        self.num, self.length, self.dtype = num, length, dtype
+    `by_products`: of a cache in which all query heads share one key; see `products.py`.
+    """
+
+    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype, by_products: bool = False):
+        self.num, self.length, self.dtype, self.by_products = num, length, dtype, by_products
         self.columns = torch.arange(length, device=device)
         self.bias_B11T: Tensor | None = None
 
@@ -231,6 +235,10 @@ class MaskedKeys:
     def attend(self, q_B1NH: Tensor, layer: LayerCache) -> Tensor:
         assert self.bias_B11T is not None
         length = self.bias_B11T.shape[3]
+        if self.by_products and not torch.compiler.is_compiling() and fits(q_B1NH, length):
+            keys_BTH, values_BTH = (c[: self.num, 0, :length] for c in (layer.keys_RKTH, layer.values_RKTH))
+            out_BNH = attend_by_products(q_B1NH[:, 0], keys_BTH, values_BTH, self.bias_B11T[:, 0], layer.scale)
+            return out_BNH.unsqueeze(1)
         return _attend_one(q_B1NH, layer, (slice(self.num), slice(None), slice(length)), self.bias_B11T)
 
 
