@@ -37,7 +37,7 @@ from converters.quantize import opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
-from converters.trained_by import apply_trained_by
+from converters.trained_by import TRAINED_BY, apply_trained_by
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights, without_outer
 
 
@@ -55,6 +55,7 @@ class ConvertReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     dequantized: str  # how the source's weights are quantized; "" where they are not
+    source_quantization: str  # fp8 or mxfp4; "" where they are not
     quantized: str  # how the output's weights are; "" where they are not
     num_scales: int  # in the output
     moved_scales: int | None  # of them, those that differ from `scales_of`'s; None where nothing was compared
@@ -112,12 +113,19 @@ def convert(
     nothing was written.
     """
     output = get_format(to)
+    options = output.completed(options)
+    if mtp not in ("drop", "keep"):
+        raise ConfigError(f"unknown choice for layers of multi-token prediction: {mtp!r}", hint="known: drop, keep")
+    if trained_by not in (None, *TRAINED_BY):
+        raise ConfigError(f"unknown trainer: {trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
     if options.quantize and allow_nonfinite:
         raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     destination = destination_of(dst, output)
     destination.check(src, overwrite=overwrite)
+    if options.scales_from is not None:
+        destination.check(options.scales_from, overwrite=overwrite)
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
@@ -132,7 +140,9 @@ def convert(
             keep_extra=keep_extra,
             dequantized=_dequantized(dtype),
         ) as opened,
-        opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
+        opened_scales(
+            options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
+        ) as scales_from,
     ):
         if keep_extra:
             require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
@@ -159,6 +169,8 @@ def convert(
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
+            if quantization:
+                quantization.check_known()
             done = destination.write(
                 source=plan.contents.view,
                 target=plan.target,
@@ -179,6 +191,7 @@ def convert(
                     quantization=quantization.fingerprint if quantization else "",
                 ),
                 encoders=quantization.encoders if quantization else None,
+                scales_from=quantization.known.reader if quantization and quantization.known else None,
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )
@@ -196,6 +209,7 @@ def convert(
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
         dequantized=describe_quantized(weights.quantized),
+        source_quantization=weights.quantized.scheme.method if weights.quantized else "",
         quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
         num_scales=quantization.num_scales if quantization else 0,
         moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,

@@ -15,6 +15,9 @@ import numpy as np
 from converters.catalog import Box, TensorSource
 from converters.dtypes import numpy_dtype
 from converters.fp8 import decode, num_blocks
+from converters.mxfp4 import BLOCK as MXFP4_BLOCK
+from converters.mxfp4 import CODE_BYTES
+from converters.mxfp4 import decode as decode_mxfp4
 
 Rows = Sequence[int]  # numbers of rows
 RowNumbers = Callable[[str, Rows], Rows]  # (FQN, rows as stored) → native rows (see digest.py)
@@ -190,11 +193,12 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Parts of one shape, one after another along `dim`; `shape` is that of the whole."""
+    """Parts, one after another along `dim`; `shape` is that of the whole."""
 
     parts: tuple[Expression, ...]
     dim: int
     shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()  # of the parts along `dim`; (): all are equal
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -206,11 +210,14 @@ class Join:
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         start, size = box.offsets[self.dim], self.shape[self.dim] // len(self.parts)
-        end, made = start + box.sizes[self.dim], None
-        for number in range(start // size, max(start // size + 1, -(-end // size))):
-            first = max(start, number * size)
-            count = min(end, (number + 1) * size) - first
-            piece = self.parts[number].read(source, _moved_along(box, self.dim, first - number * size, count))
+        end, begin, made = start + box.sizes[self.dim], 0, None
+        for part, its in zip(self.parts, self.sizes or (size,) * len(self.parts), strict=True):
+            begin += its
+            first = max(start, begin - its)
+            count = min(end, begin) - first
+            if count < 0 or (count == 0 and start < end):
+                continue
+            piece = part.read(source, _moved_along(box, self.dim, first - (begin - its), count))
             if count == box.sizes[self.dim]:
                 return piece
             if made is None:
@@ -330,6 +337,39 @@ class Fp8Blocks:
         return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
 
 
+@dataclass(frozen=True, slots=True)
+class Mxfp4Blocks:
+    """A tensor [..., columns] of mxfp4 codes [..., blocks, 16] with their scales [..., blocks], in `dtype`.
+
+    A box reads the blocks that it touches.
+    """
+
+    codes: Expression
+    scales: Expression
+    dtype: str  # float32 or bfloat16
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.codes.sources, *self.scales.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        (*lead, column), (*counts, columns) = box.offsets, box.sizes
+        first = column // MXFP4_BLOCK
+        blocks = Box((*lead, first), (*counts, num_blocks(column + columns, MXFP4_BLOCK) - first))
+        codes = self.codes.read(source, Box((*blocks.offsets, 0), (*blocks.sizes, CODE_BYTES)))
+        values = decode_mxfp4(codes, self.scales.read(source, blocks), self.dtype)
+        start = column - first * MXFP4_BLOCK
+        found: np.ndarray[Any, Any] = values[..., start : start + columns]
+        return found
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
+
+
 def has_own_rows(expression: Expression) -> bool:
     """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
     if isinstance(expression, Take | Join | Transpose):
@@ -357,7 +397,7 @@ def source_rows(expression: Expression, rows: Rows) -> Rows:
             if isinstance(rows, range):
                 return source_rows(part, range(rows.start + first, rows.stop + first))
             return source_rows(part, (np.asarray(rows) + first).tolist())
-    assert isinstance(expression, Source | AllZeros | Join | Transpose | Fp8Blocks), (
+    assert isinstance(expression, Source | AllZeros | Join | Transpose | Fp8Blocks | Mxfp4Blocks), (
         f"{type(expression).__name__}: its rows are parts of others"
     )
     return rows

@@ -21,7 +21,7 @@ from converters.families.base import (
     args_to_json,
     computed_numbers,
 )
-from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
+from converters.families.registry import all_families, as_hf_config, get_family, read_hf_config, read_meta_params
 from converters.hf_fields import (
     describe_rewritten,
     extra_generation_settings,
@@ -34,7 +34,7 @@ from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args, check_blocks
 from converters.multimodal import OUTER, find_files, joined_config, split_config
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
-from converters.quantization import KEY, Fp8Scheme, quantization_config, read_quantization
+from converters.quantization import KEY, Scheme, quantization_config, read_quantization
 
 UNTRANSLATED = "untranslated"  # the key of titan_model.json
 MODEL_FILES = (MODEL_INFO, HF_CONFIG, META_PARAMS)  # that describe the model; the first one present is read
@@ -53,9 +53,10 @@ class ModelInfo:
     untranslated: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that `args` does not hold
     outer: Mapping[str, Any] = field(default_factory=dict)  # and those around a multimodal model's text part
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
+    stated_mtp_layers: int = field(default=0, compare=False)  # the weights may have fewer
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
     notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used
-    quantization: Fp8Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
+    quantization: Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     config: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}
     outer: dict[str, Any] = {}
-    quantization: Fp8Scheme | None = None
+    quantization: Scheme | None = None
     model_file = find_model_file(folder)
     described_by = model_file.name if model_file else None
     refuse_links_out(folder, [*assets.values(), *([folder / described_by] if described_by else [])])
@@ -94,7 +95,8 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         _refuse_other_numbers(folder, args, shapes)
     elif described_by == HF_CONFIG:
         with _naming_folder(folder):
-            config, outer = split_config(read_json(folder / HF_CONFIG))
+            text, outer = split_config(read_json(folder / HF_CONFIG))
+            config = dict(as_hf_config(text))
             family, args = read_hf_config(config)
             quantization = read_quantization(config)
     elif described_by == META_PARAMS:
@@ -126,6 +128,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         untranslated,
         outer,
         stated_dtype=read_stated_dtype(config),
+        stated_mtp_layers=config.get("num_nextn_predict_layers", 0) or getattr(args, "num_mtp_layers", 0),
         remarks=tuple(remarks),
         quantization=quantization,
     )
@@ -190,7 +193,7 @@ def write_model_info(folder: Path, info: ModelInfo) -> None:
     write_json(folder / MODEL_INFO, content | {key: value for key, value in more.items() if value})
 
 
-def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: Fp8Scheme | None = None) -> None:
+def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: Scheme | None = None) -> None:
     """Write config.json for transformers 4 and 5: with both spellings of RoPE (the family's part) and of the dtype.
 
     `quantization`: of the weights that it describes; `info` says how its source was quantized.

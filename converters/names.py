@@ -10,6 +10,7 @@ ASSETS_FOLDER = "assets"  # tokenizer, chat template, generation config; copied 
 JOURNAL = ".titan_journal"  # which regions of an unfinished output can be trusted
 
 HF_CONFIG = "config.json"
+OPENAI_DTYPES = "dtypes.json"  # element types of a gpt-oss release
 HF_GENERATION_CONFIG = "generation_config.json"
 HF_SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"

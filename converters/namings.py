@@ -81,7 +81,7 @@ def is_named(fqn: str, patterns: Iterable[str]) -> bool:
 
 
 def fused_with(fqn: str, family: Family) -> tuple[str, ...]:
-    """The native tensors that a naming of the family has as one with this one, itself included; () for most."""
+    """The native tensors that a naming has as one with this one, itself included, or it transposed; () for most."""
     for halves in _fused(tuple(family.namings.values())):
         if with_placeholder(fqn) in halves:
             return tuple(with_number(half, fqn) for half in halves)
@@ -93,7 +93,7 @@ def _fused(namings: tuple[Naming, ...]) -> list[tuple[str, ...]]:
     found: dict[str, list[str]] = {}
     for rule in (rule for naming in namings for rule in naming.rules):
         op = rule.op.of if isinstance(rule.op, rules.Transposed) else rule.op
-        if isinstance(op, rules.Half):
+        if isinstance(op, rules.Half | rules.Rows) or op is not rule.op:
             found.setdefault(rule.foreign, []).append(rule.native)
     return [tuple(sorted(halves)) for halves in found.values()]
 

@@ -15,13 +15,14 @@ from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
 from converters.multimodal import EXTRA_REASON
+from converters.mxfp4_scheme import ENDS
 from converters.namings import any_name, drop_reason, is_named, prefix, rules_for, with_placeholder
-from converters.quantization import KEY, SCALE, is_quantized
+from converters.quantization import KEY, SCALE
 from converters.quantized_tensors import QuantizedTensors
 from converters.rule_expressions import ForeignTensors, foreign_tensors, native_expression
 from converters.view import NOT_SAVED_REASON, REPEATED_REASON, TIED_REASON, Ledger, View
 
-_STAYS = "is float8: norms, embedding, output, routers, biases and eh_proj are not quantized in such checkpoints"
+_SCALE_ENDS = (SCALE, *ENDS.values())
 
 
 def native_view(
@@ -103,8 +104,10 @@ def native_view(
                 problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
         present = {name: source.tensors[name] for name in foreign.names if name in found}
         if quantized:
-            if not is_quantized(parameter):
-                problems += [f"quantized   {n}  {_STAYS}" for n in present if n in quantized.expressions]
+            if not quantized.scheme.covers(parameter):
+                problems += [
+                    f"quantized   {n}  {quantized.scheme.uncovered}" for n in present if n in quantized.expressions
+                ]
             present = {name: quantized.native_info(name, info) for name, info in present.items()}
         problems += _part_problems(present, foreign.shape)
         if absent:
@@ -120,8 +123,8 @@ def native_view(
     ledger.missing = list(dict.fromkeys(ledger.missing))
     if quantized:
         ledger.scales = {name for names in ledger.used.values() for name in names if name in scales}
-        gone = {*ledger.dropped, *ledger.extra}
-        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, n.removesuffix(SCALE)))]
+        gone, weight_of = {*ledger.dropped, *ledger.extra}, quantized.scheme.weight_of
+        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, weight_of(n)))]
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
     elif not quantized:
@@ -185,8 +188,8 @@ def _ledger_error(
     hints = [f"names were read as {naming.name!r}"]
     if missing_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
-    if any(name.endswith(SCALE) for name in extra):
-        hints.append(f"scales of float8 weights are read where config.json has a {KEY}")
+    if any(name.endswith(_SCALE_ENDS) for name in extra):
+        hints.append(f"scales of float8 and mxfp4 weights are read where config.json has a {KEY}")
     own = any_name(naming)
     strangers = [name for name in extra if not own.fullmatch(name)]
     for other in family.namings.values():

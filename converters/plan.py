@@ -79,6 +79,7 @@ def plan_conversion(
             weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
         )
         casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
+        casts |= quantization.casts(view.tensors)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
     if quantization is not None:

@@ -31,6 +31,17 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """One native tensor ⇄ the rows of a foreign one of `total` rows from `start` on, such as q of a fused qkv.
+
+    Rules of one name make up the whole, in the order of their rows.
+    """
+
+    start: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Transposed:
     """The last two dims of a foreign tensor, or of its half, are exchanged: native [E, F, D] ⇄ foreign [E, D, F]."""
 
@@ -47,7 +58,7 @@ class Zeros:
     reason: str
 
 
-Op = Same | RopeHalves | Stacked | Half | Transposed | Zeros
+Op = Same | RopeHalves | Stacked | Half | Rows | Transposed | Zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import Family, Naming
+from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, find_model_file
-from converters.mtp import num_mtp_layers, with_mtp, without_mtp
+from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.names import section_of
 from converters.namings import detect_naming
 from converters.native_view import native_view
@@ -108,10 +108,13 @@ def native_weights(
             f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
             f"of the model in {model_from or catalog.root}"
         )
-    family, naming = get_family(info.family), naming_of(catalog, get_family(info.family))
+    family = get_family(info.family)
+    naming = naming_of(catalog, family, info.args)
     found = num_mtp_layers(weights.tensors, family, naming, info.args)
     if found and not keep_mtp:
         naming = without_mtp(family, naming, info.args, found)
+    if keep_mtp and not allow_missing:
+        require_stated(found, info.stated_mtp_layers, where=str(catalog.place))
     info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:
@@ -153,10 +156,18 @@ def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANT
     return find_quantized(infos, info.quantization, dtype=dtype, is_own=is_own)
 
 
-def naming_of(catalog: Catalog, family: Family) -> Naming:
-    """The naming of a checkpoint's weights, including the dict that holds them."""
+def naming_of(catalog: Catalog, family: Family, args: ModelArgs | None = None) -> Naming:
+    """The naming of a checkpoint's weights, including the dict that holds them; by their names alone without `args`."""
     nest = "".join(f"{key}." for key in _nest(catalog) or ())
-    return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.place))
+    tensors = model_part(catalog).tensors
+    naming = detect_naming(tensors, family, nest=nest, where=str(catalog.place))
+    if args is None:
+        return naming
+    infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in tensors.items()}
+    try:
+        return family.naming_by_shapes(naming, args, infos)
+    except CheckpointError as error:
+        raise CheckpointError(f"{catalog.place}: {error.message}", hint=error.hint) from None
 
 
 def model_part(catalog: Catalog) -> Catalog:

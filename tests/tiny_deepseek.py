@@ -238,8 +238,8 @@ def write_mtp(folder: Path, *, count: int = 1, **numbers):
     import torch
     from safetensors.torch import load_file, save_file
 
-    layers = NUMBERS["v3"]["num_hidden_layers"]
-    write_deepseek(folder, num_hidden_layers=layers + count, **numbers)  # whose last layers are taken
+    layers = numbers.get("num_hidden_layers", NUMBERS["v3"]["num_hidden_layers"])
+    write_deepseek(folder, **numbers | {"num_hidden_layers": layers + count})  # whose last layers are taken
     extra = {n: t for n, t in load_file(folder / "model.safetensors").items() if _layer_of(n) >= layers}
     model = write_deepseek(folder, num_mtp_layers=count, **numbers)
     tensors = load_file(folder / "model.safetensors") | extra

@@ -29,7 +29,7 @@ def print_conversion(report: ConvertReport) -> None:
     if report.resumed_bytes:
         _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
     if report.dequantized:
-        _line("fp8", report.dequantized)
+        _line(report.source_quantization, report.dequantized)
     if report.quantized:
         _line("quantized", report.quantized)
         _line("scales", _describe_scales(report))
@@ -113,7 +113,7 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
 def _describe_scales(report: ConvertReport) -> str:
     """How many scales of a quantized output were written, and how many differ from those of another copy."""
     if report.moved_scales is None:
-        known = f"; compared with those of {report.scales_of}" if report.scales_of else ""
+        known = f"; compared with those of {report.scales_of}" if report.scales_of else ", not compared with others"
         return f"{count(report.num_scales, 'scale')}{known}"
     kept = report.num_scales - report.moved_scales
     return f"{count(report.num_scales, 'scale')}: {kept:,} as in {report.scales_of}, {report.moved_scales:,} moved"

@@ -120,12 +120,12 @@ def copy_tensors(
     _create_files(folder, target, resuming=journal is not None)
 
     def new_digest(fqn: str) -> TensorDigest:
-        info, encoder = target.tensors[fqn], encoders.get(fqn)
-        return TensorDigest(encoder.digest_dtype if encoder else info.dtype, info.shape)
+        if encoder := encoders.get(fqn):  # of the values, which may have another shape than their codes
+            return TensorDigest(encoder.digest_dtype, source.tensors[fqn].shape)
+        return TensorDigest(target.tensors[fqn].dtype, target.tensors[fqn].shape)
 
     def run(unit: _Unit) -> _Unit:
         fqn = unit.fqn
-        info = target.tensors[fqn]
         if journal and (record := journal.recorded(unit.number)):
             unit.recall(record)
             if _still_there(files, target, unit.pieces):
@@ -136,7 +136,7 @@ def copy_tensors(
         scales_digest = new_digest(encoder.scales) if encoder and digests else None
         source_digest = None
         if check_source and (encoder or fqn in changed):
-            source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
+            source_digest = TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape)
 
         written: dict[int, _WrittenRun] = {}
 
@@ -170,7 +170,7 @@ def copy_tensors(
                 write(encoder.scales, encoded.place, encoded.scales)
                 if scales_digest is not None:
                     scales_digest.update(encoded.place, encoded.scales)
-                write(fqn, box, encoded.codes)
+                write(fqn, encoded.codes_place, encoded.codes)
                 array = encoder.values_of(encoded, box) if digest is not None else array
             else:
                 write(fqn, box, array)
@@ -188,7 +188,7 @@ def copy_tensors(
 
     sums = {fqn: new_digest(fqn) for fqn in target.tensors}
     source_sums = {
-        fqn: TensorDigest(source.tensors[fqn].dtype, target.tensors[fqn].shape) for fqn in (*changed, *encoders)
+        fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in (*changed, *encoders)
     }
     result = CopyResult([0] * len(target.slots))
     filled = [0] * len(target.slots)
@@ -275,10 +275,14 @@ def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]
         if fqn in scales:
             continue
         encoder = encoders.get(fqn)
-        width = itemsize(source.tensors[fqn].dtype if encoder else info.dtype)
+        info = source.tensors[fqn] if encoder else info
+        width = itemsize(info.dtype)
         unit_boxes: list[Box] = []
         row_bytes = (info.shape[-1] if len(info.shape) > 1 else 1) * width
-        block_bytes = _whole_blocks(encoder.rows * row_bytes) if encoder else _block_bytes(source, fqn, row_bytes)
+        block_bytes = _block_bytes(source, fqn, row_bytes)
+        if encoder:
+            block_bytes = max(_whole_blocks(encoder.rows * row_bytes), block_bytes)
+            block_bytes -= block_bytes % (encoder.rows * row_bytes)
         for boxes in whole_row_units(info.shape, width, block_bytes):
             unit_boxes += boxes
             if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
@@ -379,10 +383,10 @@ def _check_match(
         if fqn not in source.tensors:
             continue
         held = source.tensors[fqn]
-        if held.shape != info.shape:
-            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} expected")
         if fqn in encoders:
             continue
+        if held.shape != info.shape:
+            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} expected")
         if casts.get(fqn, held.dtype) != info.dtype:
             problems.append(f"{fqn}: {held.dtype} in the source, {info.dtype} expected")
         changes[fqn] = (held.dtype, info.dtype)

@@ -4,9 +4,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.rules import Drop, Rule
+
+if TYPE_CHECKING:
+    from converters.catalog import TensorInfo
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
 
@@ -335,6 +338,14 @@ def _same_naming(naming: Naming, args: ModelArgs) -> Naming:
     return naming
 
 
+def _any_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, "TensorInfo"]) -> Naming:
+    return naming
+
+
+def _no_release(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model family. Instances are constants in `converters/families/<family>.py`, found through registry.py."""
@@ -365,6 +376,12 @@ class Family:
     multimodal: Multimodal | None = None
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
+    # The naming of a checkpoint's tensors among those of the same names, where only shapes distinguish them
+    naming_by_shapes: Callable[[Naming, ModelArgs, Mapping[str, "TensorInfo"]], Naming] = _any_shapes
+    # config.json of the family's own release, as transformers would state it; None for other files
+    from_release: Callable[[Mapping[str, Any]], dict[str, Any] | None] = _no_release
+    release_config: Callable[[ModelArgs], dict[str, Any]] | None = None  # and that file's content
+    quantized_as: tuple[str, ...] = ("fp8",)  # how such models are published, beside 16 bits (quantization.Scheme)
 
     def blocks(self, args: ModelArgs) -> list[Block]:
         """Of every layer."""

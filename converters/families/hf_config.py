@@ -71,6 +71,14 @@ LLAMA4_FIELDS: _Fields = (
     | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
     | {"router_jitter_noise": NO_EFFECT}  # the class does not read it
 )
+GPT_OSS_FIELDS: _Fields = (
+    _BASE_FIELDS
+    | _DECODER_FIELDS
+    | dict.fromkeys(("num_local_experts", "num_experts_per_tok", "swiglu_limit"), TRANSLATED)
+    | dict.fromkeys(("sliding_window", "layer_types"), TRANSLATED)
+    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
+    | {"swiglu_alpha": (1.702,)}
+)
 # No fields of these classes, but transformers' shared code reads them from every config and computes differently
 _SHARED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),

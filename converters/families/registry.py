@@ -43,12 +43,18 @@ def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
 
     How the weights are quantized is no property of a family (quantization.read_quantization).
     """
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    config = {key: value for key, value in as_hf_config(config).items() if key != "quantization_config"}
     for family in _families_for(config):
         args = family.args_from_hf_config(config)
         if family.claims(args):
             return family, args
     raise UnsupportedError("config.json describes a model of no known family")
+
+
+def as_hf_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json in transformers' words, also where it is of a family's own release."""
+    found = (family.from_release(config) for family in _FAMILIES.values())
+    return next((translated for translated in found if translated is not None), config)
 
 
 def _families_for(config: Mapping[str, Any]) -> list[Family]:

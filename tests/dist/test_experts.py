@@ -1,6 +1,7 @@
 """Mixtures of experts: any layout trains as one rank does, routes as it does, and moves the biases once per update."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -514,6 +515,14 @@ def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, 
     assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
     for losses in pools[2].run(runs.first_losses, first, {"dcp": step, "hf": resumed / "export-hf"}):
         assert losses["dcp"] == losses["hf"]  # a run can start from either
+
+    shutil.copytree(whole / "checkpoint" / "step-2", tmp_path / "foreign", ignore=shutil.ignore_patterns("titan_*"))
+    for steps, model_only in ((1, True), (3, False)):
+        start = {"initial_load_path": str(tmp_path / "foreign"), "initial_load_model_only": model_only}
+        dump, same = tmp_path / f"{steps} steps", {"parallelism": {EP: 2}, "training": {"local_batch_size": 1}}
+        config = runs.make_config(data, dump, steps=steps, model=model, checkpoint=start, **same)
+        (error, talk), _ = pools[2].run(runs.run_and_hear, config)
+        assert error == "" and "if torchtitan v0.2.2 trained it, the model computed otherwise" in talk
 
 
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):

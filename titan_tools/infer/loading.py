@@ -7,6 +7,7 @@ import torch
 from converters.errors import CheckpointError, ConfigError
 from converters.source_check import check_read_files
 from converters.stored_blocks import BlocksSource
+from converters.trained_by import foreign_remark
 from converters.weights import NativeWeights
 from titan_tools.console import note
 from titan_tools.infer.decoding.sampling import check_logprobs, check_sampling
@@ -66,7 +67,7 @@ def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -
             note(f"skipped {skipped}")
         if found.is_step:
             note(f"reading {found.folder}")
-        for text in weights.notes:
+        for text in filter(None, (*weights.notes, foreign_remark(weights.catalog, weights.naming, weights.info))):
             note(f"{found.folder}: {text}")
         for text in weights.info.notes:
             note(text)

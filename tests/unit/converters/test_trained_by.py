@@ -13,11 +13,15 @@ from converters.convert import convert
 from converters.errors import ConfigError
 from converters.model_info import read_model_info
 from converters.trained_by import TRAINED_BY
+from converters.weights import open_native
 from tests import tiny_llama4
 from tests.tiny_deepseek import native_arrays, native_logits, write_deepseek
 from tests.tiny_families import write_tiny
 from titan_tools.cli import app
 from titan_tools.commands.convert_options import Trainer
+from titan_tools.infer.find import FoundCheckpoint
+from titan_tools.infer.loading import is_damaged
+from titan_tools.infer.ranks import TPRanks
 
 TOKENS = torch.arange(14) * 7 % 97  # within YaRN's original length
 
@@ -91,6 +95,19 @@ def test_llama4(tmp_path):
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
     with pytest.raises(ConfigError, match="Llama 4 has no YaRN"):
         convert(tmp_path / "dcp", tmp_path / "no", to="hf", model_from=tmp_path / "hf", trained_by=TRAINED_BY[2])
+
+
+def test_inference_warns(foreign, tmp_path, capsys):
+    """Only where nothing describes the model: a conversion does, and so does config.json."""
+    _, _, root = foreign
+    convert(root / "dcp", tmp_path / "described", to="dcp", model_from=root / "hf")
+    one = TPRanks(1, 0, torch.device("cpu"))
+    for folder, warns in ((root / "dcp", True), (tmp_path / "described", False), (root / "hf", False)):
+        with open_native(folder, model_from=root / "hf" if warns else None) as weights:
+            assert not is_damaged(FoundCheckpoint(folder, is_step=False), weights, one)
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("if torchtitan v0.2.2 trained it, the model computed otherwise" in said) == warns
+        assert ("`titan convert --trained-by torchtitan-0.2.2` makes a checkpoint" in said) == warns
 
 
 @pytest.mark.parametrize("trained_by", TRAINED_BY)
