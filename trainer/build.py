@@ -216,7 +216,7 @@ def parallelize(
         dtype = getattr(torch, training.mixed_precision_param)
         uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=job.family.value_dim(job.args))
         apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
-    if masked:
+    if masked or mask != "none":  # a stage may have no layers
         apply_masks(part, masked, device, positions_restart=mask == "offsets")
     if dims.tp > 1:
         plan = get_trainer_family(job.family.name).tensor_plan(parameters)
