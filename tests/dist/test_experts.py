@@ -44,6 +44,7 @@ from tests.dist.training import (
     _gradients_of_a_step,
     args_of,
     build_model,
+    count_collectives,
     differences_from_seed,
     make_step,
     on_a_fresh_compiler,
@@ -402,6 +403,14 @@ def test_a_rerun_is_bit_equal_in_any_layout(pools, case):
     layout, flavor = case
     first, again = (pools[layout.world_size].run(train, layout, flavor, FEW_STEPS) for _ in range(2))
     assert first == again
+
+
+def test_shared_experts_gather_and_sum_with_the_routed_ones(pools):
+    """In forward and backward, where a mixture's backward is not counted: its collectives are not functional ones."""
+    num_layers, num_mixtures = 3, 2
+    both = 2 + 2 * num_layers + 2 * (num_layers - num_mixtures)  # embedding and output; attention; dense layers
+    expected = {"all_gather": both + 3 * num_mixtures, "reduce_scatter": both + num_mixtures}  # tokens, ids and weights
+    assert pools[2].run(count_collectives, Layout("tp 2", 2, {TP: 2}), V3) == [expected] * 2
 
 
 def train_with_nested_experts(layout: Layout, flavor: str) -> dict:

@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalVariant
 
 import trainer.models.llama3.model
 import trainer.parallel.context
-import trainer.parallel.document_attention  # registers its operations
+import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
@@ -30,6 +30,7 @@ from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn
+from trainer.parallel.document_attention import PerDocumentAttention
 
 aten: Any = torch.ops.aten
 
@@ -102,6 +103,7 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(trainer.models.llama3.model, "to_one_width", _as_they_are))
         if kernels.documents == "flex":
             patches.enter_context(patch.object(trainer.parallel.document_attention, "to_one_width", _as_they_are))
+            patches.enter_context(patch.object(PerDocumentAttention, "forward", _attend_as_flex))
         if kernels.norm == "fused":
             patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
         yield
@@ -170,6 +172,26 @@ def _attend_to_prefix(
     else:
         out = _attend("flash", q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
     return first_features(out, v_BEKH.shape[-1])
+
+
+def _attend_as_flex(
+    module: PerDocumentAttention,
+    q_BCNH: Tensor,
+    k_BEKH: Tensor,
+    v_BEKH: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """trainer/parallel/gpu_attention.py's, whose result sinks scale in an operation of their own: both are kept."""
+    attend = torch.ops.titan.attend_within_documents
+    out_BCNH: Tensor
+    out_BCNH, sums_BNC = attend(q_BCNH, k_BEKH, v_BEKH, mask, None, module.window, scale)
+    if sinks_N is None:
+        return out_BCNH
+    shares_BNC1 = (sums_BNC - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
+    scaled_BCNH: Tensor = out_BCNH * shares_BNC1.transpose(1, 2).type_as(out_BCNH)
+    return scaled_BCNH
 
 
 def _as_they_are(*tensors: Tensor) -> list[Tensor]:

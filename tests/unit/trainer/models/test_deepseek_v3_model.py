@@ -144,7 +144,7 @@ def test_the_plan_gathers_latents_and_not_hidden_states():
             {
                 "attention.wq_a": TensorStyle.TOKENS,
                 "attention.q_norm": TensorStyle.TOKENS,
-                "attention.wq_b": TensorStyle.LATENT_COLUMNS,
+                "attention.wq_b": TensorStyle.COLUMNS_OF_GATHERED,
             }
             if FLAVORS[name].q_rank
             else {"attention.wq": TensorStyle.GATHERED_COLUMNS}
@@ -153,7 +153,7 @@ def test_the_plan_gathers_latents_and_not_hidden_states():
             "attention.wkv_a": TensorStyle.TOKENS,
             "attention.kv_norm": TensorStyle.TOKENS,
             "attention.latents": TensorStyle.GATHER_LATENTS,
-            "attention.wkv_b": TensorStyle.LATENT_COLUMNS,
+            "attention.wkv_b": TensorStyle.COLUMNS_OF_GATHERED,
             "attention.wo": TensorStyle.ROWS,
             "attention_norm": TensorStyle.SEQUENCE_SHARDS,
         }
