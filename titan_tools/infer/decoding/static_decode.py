@@ -141,7 +141,8 @@ def _start_reading(found_2B: Tensor) -> tuple[Tensor, Any]:
 
 
 class StaticDecoder:
-    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys.
+    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys,
+    `by_products`: with MaskedKeys that are multiplied.
 
     Rows and keys are padded to the next power of two, so that there are few shapes to record.
     """
@@ -155,10 +156,11 @@ class StaticDecoder:
         *,
         records: bool,
         splits: bool,
+        by_products: bool = False,
     ):
         self._forward, self._cache, self._device, self._dtype = forward, cache, device, dtype
         self._steps: dict[tuple[int, int], tuple[StaticDecode, Callable[[], Tensor]]] = {}
-        self._records, self._splits = records, splits
+        self._records, self._splits, self._by_products = records, splits, by_products
         self._ahead: tuple[_Launched, Sequence[int], Sequence[int]] | None = (
             None  # with the tokens and lengths it is for
         )
@@ -220,7 +222,7 @@ class StaticDecoder:
     def _key_range(self, num: int, length: int, reach: Reach) -> KeyRange:
         if self._splits:
             return SplitKeys(num=num, length=length, room=reach.size, device=self._device)
-        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)
+        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype, by_products=self._by_products)
 
     def _record(self, step: StaticDecode, lengths: Sequence[int]) -> Callable[[], Tensor]:
         def run() -> Tensor:
