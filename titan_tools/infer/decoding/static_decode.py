@@ -52,14 +52,14 @@ class SplitKeys:
             q_BNH = q_BNH.repeat_interleave(2, dim=1)
         cached = layer.keys_RKTH, layer.values_RKTH
         keys, values = (one_RKTH[: self.num].transpose(1, 2).flatten(0, 1) for one_RKTH in cached)
-        out_BNH: Tensor
-        out_BNH, lse = torch.ops.aten._flash_attention_forward(
+        found = torch.ops.aten._flash_attention_forward(
             q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
             scale=layer.scale, seqused_k=self.num_keys_B,
-        )[:2]  # fmt: skip
+        )  # fmt: skip
+        out_BNH: Tensor = found[0]
         if sinks_N is not None:
             sinks_N = sinks_N.repeat_interleave(2) if is_alone else sinks_N
-            lse_BN = sums_by_row(lse, self.num, layer.keys_RKTH.shape[1])
+            lse_BN = sums_by_row(found[1], self.num, layer.keys_RKTH.shape[1])
             out_BNH = with_share(out_BNH, lse_BN, sinks_N)
         return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
 

@@ -332,7 +332,6 @@ class MaskedKeys:
         assert self.bias_B11T is not None
         length = self.bias_B11T.shape[3]
         if self.by_products and not torch.compiler.is_compiling() and fits(q_B1NH, length):
-            assert sinks_N is None, "latent attention has none"
             keys_BTH, values_BTH = (c[: self.num, 0, :length] for c in (layer.keys_RKTH, layer.values_RKTH))
             out_BNH = attend_by_products(q_B1NH[:, 0], keys_BTH, values_BTH, self.bias_B11T[:, 0], layer.scale)
             return out_BNH.unsqueeze(1)
