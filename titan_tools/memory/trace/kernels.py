@@ -30,6 +30,8 @@ from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn
+from trainer.parallel.document_attention import PerDocumentAttention
+from trainer.parallel.gpu_attention import with_sinks
 
 aten: Any = torch.ops.aten
 
@@ -102,6 +104,7 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(trainer.models.llama3.model, "to_one_width", _as_they_are))
         if kernels.documents == "flex":
             patches.enter_context(patch.object(trainer.parallel.document_attention, "to_one_width", _as_they_are))
+            patches.enter_context(patch.object(PerDocumentAttention, "forward", _attend_as_flex))
         if kernels.norm == "fused":
             patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
         yield
@@ -170,6 +173,24 @@ def _attend_to_prefix(
     else:
         out = _attend("flash", q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
     return first_features(out, v_BEKH.shape[-1])
+
+
+def _attend_as_flex(
+    self: PerDocumentAttention,
+    q_BCNH: Tensor,
+    k_BEKH: Tensor,
+    v_BEKH: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """trainer/parallel/gpu_attention.py's FlexAttention, by titan's own operation: sinks come after the kernel."""
+    attend = torch.ops.titan.attend_within_documents
+    out_BCNH, sums_BNC = attend(q_BCNH, k_BEKH, v_BEKH, mask, None, self.window, scale)
+    if sinks_N is not None:
+        out_BCNH = with_sinks(out_BCNH.transpose(1, 2), sums_BNC, sinks_N).transpose(1, 2)
+    result: Tensor = out_BCNH
+    return result
 
 
 def _as_they_are(*tensors: Tensor) -> list[Tensor]:
@@ -275,23 +296,25 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight and one fp32 number per row.
+    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight if any, and one fp32 number per row.
 
     On a CPU torch composes RMSNorm of operations that keep fp32 copies. Shapes without values. A DTensor's rows are
     computed locally; each rank's gradient of the weight is a partial sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
         own = local_part(x)
         inverse_deviation = own.new_empty((*own.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32)
         ctx.save_for_backward(x, weight, inverse_deviation)
         return _placed_like(x, torch.empty_like(own))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         grad_x = _placed_like(x, torch.empty_like(local_part(x)))
+        if weight is None:
+            return grad_x, None, None
         grad_weight = torch.empty_like(local_part(weight))
         if isinstance(weight, DTensor):
             placements = [Partial() if placement.is_shard() else Replicate() for placement in x.placements]
@@ -305,7 +328,7 @@ def _placed_like(x: Tensor, own: Tensor) -> Tensor:
     return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Any:
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     if torch.compiler.is_compiling():  # a compiler decomposes the operation, and needs to see what it computes
         return torch.ops.aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
     return _FusedRMSNorm.apply(x, list(normalized_shape), weight)  # type: ignore[no-untyped-call]

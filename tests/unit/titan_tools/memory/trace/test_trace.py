@@ -23,8 +23,10 @@ SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbat
 GQA, TIED = "debug_gqa", "debug_tied"
 EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
 V3, V2, LITE = (f"deepseek_v3/debug_{name}" for name in ("v3", "v2", "v2_lite"))
+WINDOW, SCOUT, MAVERICK = "gpt_oss/debug_window", "llama4/debug_scout", "llama4/debug_maverick"
 OFFSETS = {"document_mask": "offsets"}
 EP, ETP = {"expert_parallel_degree": 2}, {"expert_tensor_parallel_degree": 2}
+SLICED = EP | ETP | {TP: 2}
 
 
 def _kept(mode: str, **keys) -> dict:
@@ -52,6 +54,8 @@ CASES = [
     (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
     (Layout("documents, FSDP 2, bf16, operations kept", 2, {}, BF16 | OFFSETS, OP), GQA, 0),
     (Layout("latents, groups of experts, EP 2 x TP 2, bf16, operations kept", 4, EP | {TP: 2}, BF16, OP), V3, 0),
+    (Layout("sinks and biased experts, EP 2 x TP 2, slices, bf16, operations kept", 4, SLICED, BF16, OP), WINDOW, 0),
+    (Layout("chunks and scaled inputs, FSDP 2 x CP 2, bf16, operations kept", 4, {CP: 2}, BF16, OP), SCOUT, 1),
 ]
 MORE_CASES = [
     (Layout("one rank"), GQA, 0),
@@ -105,6 +109,18 @@ MORE_CASES = [
     (Layout("latents, EP 2 x 1F1B, bf16", 4, EP | PIPE, BF16, OP), V3, 2),
     (Layout("latents, stages of one and two layers, bf16", 2, PIPE | {SCHEDULE: "GPipe"}, BF16), V3, 0),
     (Layout("latents, documents, FSDP 2 x CP 2, bf16", 4, {CP: 2}, BF16 | OFFSETS, OP), V3, 0),
+    (Layout("sinks, one rank", 1), WINDOW, 0),
+    (Layout("sinks, FSDP 2, full recomputation", 2, {}, BF16, _kept("full")), WINDOW, 1),
+    (Layout("sinks, TP 2, fp32", 2, {TP: 2}), WINDOW, 1),
+    (Layout("sinks, documents, CP 2, bf16", 2, {CP: 2}, BF16 | OFFSETS), WINDOW, 0),
+    (Layout("sinks, EP 2 x FSDP 2, bf16", 4, EP, BF16), WINDOW, 1),
+    (Layout("sinks, EP 2 x 1F1B, operations kept", 4, EP | PIPE, BF16, OP), WINDOW, 2),
+    (Layout("sinks, EP 12 x FSDP 2 within experts", 24, {"expert_parallel_degree": 12}), WINDOW, 0),
+    (Layout("chunks, one rank", 1), SCOUT, 0),
+    (Layout("chunks, documents, FSDP 2, full recomputation", 2, {}, BF16 | OFFSETS, _kept("full")), SCOUT, 1),
+    (Layout("chunks, EP 2 x TP 2, slices, bf16", 4, SLICED, BF16), SCOUT, 0),
+    (Layout("chunks, dense layers in turn, EP 2, HSDP 2 x 2", 4, EP | {REPLICAS: 2}, BF16, OP), MAVERICK, 0),
+    (Layout("chunks, TP 2 x 1F1B", 4, PIPE | {TP: 2}, BF16), MAVERICK, 2),
 ]
 
 
@@ -123,6 +139,8 @@ def captured(layout: Layout, flavor: str, rank: int, *, imbalance: float = 1.0):
         args = args_of(flavor)
         if layout.parallelism.get(SCHEDULE, "1F1B") == "1F1B":  # one stage on each rank
             args = replace(args, num_layers=2)
+            if flavor in (SCOUT, MAVERICK):  # one of each kind
+                args = replace(args, layers_without_positions=(1,))
         dims = resolve(config.parallelism, layout.world_size)
         trace = capture(Job.of(config, args, dims), rank=rank, kernels=Kernels(imbalance=imbalance))
         _CAPTURED[layout.name] = trace, (config, args, dims)
