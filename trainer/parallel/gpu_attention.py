@@ -57,13 +57,9 @@ class FlexAttention(nn.Module):
             out_BNCH = attend()
             return out_BNCH.transpose(1, 2)
         out_BNCH, sums = attend(return_aux=self._with_sums)
-        return with_sinks(out_BNCH, sums.lse, sinks_N).transpose(1, 2)
-
-
-def with_sinks(out_BNCH: Tensor, sums_BNC: Tensor, sinks_N: Tensor) -> Tensor:
-    """The result of attention with sinks, from that without them and the logarithms of its softmax's sums."""
-    shares_BNC1 = (sums_BNC - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
-    return out_BNCH * shares_BNC1.type_as(out_BNCH)
+        shares_BNC1 = (sums.lse - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
+        out_BNCH = out_BNCH * shares_BNC1.type_as(out_BNCH)
+        return out_BNCH.transpose(1, 2)
 
 
 class VarlenAttention(nn.Module):

@@ -94,7 +94,7 @@ def apply_masks(
 
         return tuple(of_reach(reach, maker) for reach, (_, maker) in makers.items())
 
-    def make_mask(documents_BS: Tensor | None, num_tokens: int) -> tuple[Any, ...]:
+    def make_mask(documents_BS: Tensor | None, num_tokens: int = 0) -> tuple[Any, ...]:
         if documents_BS is not None:
             return make(documents_BS)
         if num_tokens not in static:

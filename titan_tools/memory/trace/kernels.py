@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalVariant
 
 import trainer.models.llama3.model
 import trainer.parallel.context
-import trainer.parallel.document_attention  # registers its operations
+import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
@@ -31,7 +31,6 @@ from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn
 from trainer.parallel.document_attention import PerDocumentAttention
-from trainer.parallel.gpu_attention import with_sinks
 
 aten: Any = torch.ops.aten
 
@@ -176,7 +175,7 @@ def _attend_to_prefix(
 
 
 def _attend_as_flex(
-    self: PerDocumentAttention,
+    module: PerDocumentAttention,
     q_BCNH: Tensor,
     k_BEKH: Tensor,
     v_BEKH: Tensor,
@@ -184,13 +183,14 @@ def _attend_as_flex(
     scale: float | None = None,
     sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """trainer/parallel/gpu_attention.py's FlexAttention, by titan's own operation: sinks come after the kernel."""
+    """trainer/parallel/gpu_attention.py's, whose result sinks scale in an operation of their own: both are kept."""
     attend = torch.ops.titan.attend_within_documents
-    out_BCNH, sums_BNC = attend(q_BCNH, k_BEKH, v_BEKH, mask, None, self.window, scale)
-    if sinks_N is not None:
-        out_BCNH = with_sinks(out_BCNH.transpose(1, 2), sums_BNC, sinks_N).transpose(1, 2)
-    result: Tensor = out_BCNH
-    return result
+    out_BCNH: Tensor
+    out_BCNH, sums_BNC = attend(q_BCNH, k_BEKH, v_BEKH, mask, None, module.window, scale)
+    if sinks_N is None:
+        return out_BCNH
+    shares_BNC1: Tensor = (sums_BNC - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
+    return out_BCNH * shares_BNC1.transpose(1, 2).type_as(out_BCNH)
 
 
 def _as_they_are(*tensors: Tensor) -> list[Tensor]:

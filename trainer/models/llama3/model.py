@@ -180,7 +180,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         # (documents or None, number of tokens here) → what inner attentions take as `mask`; set where one takes it
-        self.make_mask: Callable[[Tensor | None, int], Any] | None = None
+        self.make_mask: Callable[..., Any] | None = None
         blocks = [block(args, n) for n in range(args.num_layers)]
         latent = blocks[0].latent
         width = latent.rotary_dim if latent else args.head_dim

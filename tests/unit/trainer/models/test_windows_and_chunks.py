@@ -7,14 +7,17 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import tests.gpt_oss_reference
 import tests.llama4_reference
 from converters.families import gpt_oss, llama4
 from converters.families.base import RopeScaling
+from trainer.config.sections import Compile
 from trainer.models.llama3.rope import RotaryAngles
 from trainer.models.llama4.model import temperature_factors
 from trainer.models.registry import get_trainer_family
+from trainer.parallel.compile import apply_compile
 from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
 from trainer.parallel.masked_attention import apply_masks, masked_layers
 
@@ -69,7 +72,7 @@ def bound_of(name: str, tokens: Tensor) -> float:
 
 @pytest.mark.parametrize("length", [1, 8, 9, 24, 25, LENGTH])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name, length):
+def test_logits_beyond_windows_and_chunks(name, length):
     ours, theirs = pair(name)
     tokens = tokens_of(name, length)
     with torch.no_grad():
@@ -79,7 +82,7 @@ def test_logits_are_those_of_transformers(name, length):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_transformers(name):
+def test_gradients_beyond_windows_and_chunks(name):
     (ours, theirs), tokens = pair(name), tokens_of(name, LENGTH)
     by_our_names, gradients = REFERENCES[MODELS[name][0]].by_our_names, []
     for model in (copy.deepcopy(theirs).double(), theirs, ours, masked(name)):
@@ -107,6 +110,26 @@ def test_positions_of_windows_chunks_and_temperatures_are_those_of_the_document(
         assert (found - wanted).abs().max() <= bound_of(name, tokens)
 
 
+@pytest.mark.parametrize("name", ["debug_window", "debug_scout"])
+def test_layers_of_one_attention_share_compiled_code(name):
+    """One graph for each kind, for a batch of documents or of none; results are those of the model as it is."""
+    model = copy.deepcopy(masked(name)).requires_grad_(False)
+    apply_masks(model, masked_layers(model, PerDocumentAttention, has_documents=True), torch.device("cpu"))
+    tokens, wanted = tokens_of(name, LENGTH), masked(name)
+    documents = (torch.arange(LENGTH) // 37).expand(2, -1)
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        apply_compile(model, Compile(enable=True, backend="aot_eager"))
+        with torch.no_grad():
+            for given in ({}, {"documents": documents}):
+                torch.testing.assert_close(model(tokens, **given), wanted(tokens, **given), rtol=1e-4, atol=1e-4)
+        kinds = {layer.attention.kind for layer in model.layers.values()}
+        assert counters["stats"]["unique_graphs"] == len(kinds) * 2
+    finally:
+        torch._dynamo.reset()
+
+
 def test_llama_4_by_transformers_own_sdpa():
     ours, _ = pair("debug_scout")
     theirs, tokens = (
@@ -116,6 +139,28 @@ def test_llama_4_by_transformers_own_sdpa():
     with torch.no_grad():
         found, wanted = ours(tokens), theirs(tokens).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_q_and_k_in_bf16_are_bit_equal_to_those_of_transformers(monkeypatch):
+    """Rotated, rounded, then normed in fp32: a norm without weights is that of the rotated head but for rounding."""
+    from transformers.models.llama4 import modeling_llama4
+
+    ours, theirs = (copy.deepcopy(model).bfloat16() for model in pair("debug_scout"))
+    x, positions, given, wanted = torch.randn(1, LENGTH, 128).bfloat16(), torch.arange(LENGTH), [], []
+    rotations = pair("debug_scout")[1].model.rotary_emb(x, positions[None])  # frequencies as loaded: fp32
+
+    def attend(module, query, key, value, *rest, **others):
+        wanted.extend((query.transpose(1, 2), key.transpose(1, 2)))
+        return value.transpose(1, 2).repeat_interleave(2, dim=2), None
+
+    monkeypatch.setattr(modeling_llama4, "eager_attention_forward", attend)
+    for number, layer in enumerate(theirs.model.layers):
+        layer.self_attn(x, rotations, None)
+        attention = ours.layers[str(number)].attention
+        attention.inner_attention.register_forward_pre_hook(lambda _, inputs: given.extend(inputs[:2]))
+        attention(x, ours.rope(positions))
+    assert len(given) == len(wanted) == 2 * len(theirs.model.layers)
+    assert all(mine.equal(other) for mine, other in zip(given, wanted, strict=True))
 
 
 def test_frequencies_of_one_factor_for_low_and_high_are_those_of_transformers():
