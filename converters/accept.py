@@ -90,8 +90,9 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
         for fqn, info in reader.tensors.items():
             source = rules.source_for(reader, fqn, None)
             digest, count = read_through(source, fqn, rules.native_rows, advance)
-            of = source.tensors[fqn].dtype
-            tensors[fqn] = TensorSum(info.dtype, info.shape, digest, of if of != info.dtype else "")
+            of = source.tensors[fqn]
+            dtype, shape = of.dtype if of.dtype != info.dtype else "", of.shape if of.shape != info.shape else ()
+            tensors[fqn] = TensorSum(info.dtype, info.shape, digest, dtype, shape)
             non_finite |= {fqn: count} if count else {}
     sums = dict(zip(before, in_threads([partial(sum_file, folder / name) for name in before]), strict=True))
     old, unreadable = _read_old(folder)

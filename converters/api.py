@@ -49,6 +49,8 @@ def convert(
     drop_expert_bias: bool = False,
     quantize: str | None = None,
     scales_from: Path | str | None = None,
+    mtp: str = "drop",
+    trained_by: str | None = None,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
@@ -72,6 +74,8 @@ def convert(
         drop_expert_bias: for `hf`: leave out balancing offsets of experts that are not zero.
         quantize: for `hf`: `"fp8"` or `"fp8:ue8m0"`, float8 weights with a scale for each block of 128 × 128.
         scales_from: with `quantize`: fp8 folder of the same model whose scales are kept where the values fit.
+        mtp: `"drop"` or `"keep"` layers for multi-token prediction.
+        trained_by: for a DCP of torchtitan: `"torchtitan-0.2.2"`, `"torchtitan-0.2.2-yarn"` or `"titan"`.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
         workers: copying threads.
@@ -100,6 +104,8 @@ def convert(
             scales_from=None if scales_from is None else Path(scales_from),
         ),
         model_from=model_from,
+        mtp=mtp,
+        trained_by=trained_by,
         workers=workers,
         digests=digests,
         allow_missing=allow_missing,

@@ -21,7 +21,6 @@ from converters.model_from import find_model_info
 from converters.model_info import describes_model
 from converters.mtp import num_mtp_layers, with_mtp
 from converters.names import HF_CONFIG, MANIFEST
-from converters.quantization import SCALE
 from converters.quantized_tensors import DequantizedSource, QuantizedTensors
 from converters.verify_report import Check
 from converters.weights import model_part, naming_of, native_weights, quantized_tensors
@@ -95,7 +94,8 @@ class DigestRules:
         """
         is_of_codes = listed is not None and not listed.digest_dtype
         if self.quantized and fqn in self.quantized.expressions and not is_of_codes:
-            if broken := [text for name, text in self.quantized.problems.items() if name.removesuffix(SCALE) == fqn]:
+            problems, weight_of = self.quantized.problems, self.quantized.scheme.weight_of
+            if broken := [text for name, text in problems.items() if weight_of(name) == fqn]:
                 raise CheckpointError(f"{fqn}: its values cannot be computed: {' '.join(broken[0].split())}")
             if listed and listed.digest_dtype != self.quantized.dtype:
                 raise CheckpointError(f"{fqn}: its digest is of {listed.digest_dtype} values, which is not covered")
@@ -130,7 +130,7 @@ def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRule
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
             return DigestRules()
         family, quantized = get_family(info.family), quantized_tensors(catalog, info)
-        naming = naming_of(catalog, family)
+        naming = naming_of(catalog, family, info.args)
         found = num_mtp_layers(catalog.tensors, family, naming, info.args)
         return DigestRules(native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming), quantized)
     except TitanError:

@@ -14,14 +14,20 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, no_progress
+from converters.expressions import TRANSPOSED_ROWS
+from converters.families.registry import get_family
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
 from converters.mtp import check_repeats, describe_mtp
+from converters.multimodal import describe_extras, require_extras
 from converters.namings import is_named
 from converters.needs import (
     COPY_BYTES_PER_SEC,
     DEQUANTIZE_BYTES_PER_SEC,
     QUANTIZE_BYTES_PER_SEC,
+    TRANSPOSE_BYTES_PER_SEC,
+    TRANSPOSING_WORKER_BYTES,
+    WORKER_BYTES,
     Needs,
     estimate_needs,
 )
@@ -31,8 +37,8 @@ from converters.quantize import opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
-from converters.trained_by import apply_trained_by
-from converters.weights import DEQUANTIZED, NativeWeights, native_weights
+from converters.trained_by import TRAINED_BY, apply_trained_by
+from converters.weights import DEQUANTIZED, NativeWeights, native_weights, without_outer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class ConvertReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     dequantized: str  # how the source's weights are quantized; "" where they are not
+    source_quantization: str  # fp8 or mxfp4; "" where they are not
     quantized: str  # how the output's weights are; "" where they are not
     num_scales: int  # in the output
     moved_scales: int | None  # of them, those that differ from `scales_of`'s; None where nothing was compared
@@ -88,6 +95,7 @@ def convert(
     allow_extra: bool = False,
     allow_nonfinite: bool = False,
     mtp: str = "drop",
+    keep_extra: bool | None = None,
     trained_by: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -100,15 +108,24 @@ def convert(
     `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A `dry_run` stops
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
     written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
-    `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
+    `keep_extra`: keep the tensors, files and fields of config.json that a multimodal checkpoint has beside its text
+    model; None: if the source is titan's own. `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then
+    nothing was written.
     """
     output = get_format(to)
+    options = output.completed(options)
+    if mtp not in ("drop", "keep"):
+        raise ConfigError(f"unknown choice for layers of multi-token prediction: {mtp!r}", hint="known: drop, keep")
+    if trained_by not in (None, *TRAINED_BY):
+        raise ConfigError(f"unknown trainer: {trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
     if options.quantize and allow_nonfinite:
         raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     destination = destination_of(dst, output)
     destination.check(src, overwrite=overwrite)
+    if options.scales_from is not None:
+        destination.check(options.scales_from, overwrite=overwrite)
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
@@ -120,11 +137,16 @@ def convert(
             allow_missing=allow_missing,
             allow_extra=allow_extra,
             keep_mtp=mtp == "keep",
+            keep_extra=keep_extra,
             dequantized=_dequantized(dtype),
         ) as opened,
-        opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
+        opened_scales(
+            options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
+        ) as scales_from,
     ):
-        weights, trained = apply_trained_by(opened, trained_by)
+        if keep_extra:
+            require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
+        weights, trained = apply_trained_by(opened if opened.extras else without_outer(opened), trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
             raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)
@@ -143,9 +165,12 @@ def convert(
                 workers=workers,
                 carried=carried,
                 worker_bytes_per_sec=_worker_rate(weights, plan),
+                worker_bytes=TRANSPOSING_WORKER_BYTES if _transposes(weights, plan) else WORKER_BYTES,
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
+            if quantization:
+                quantization.check_known()
             done = destination.write(
                 source=plan.contents.view,
                 target=plan.target,
@@ -166,6 +191,7 @@ def convert(
                     quantization=quantization.fingerprint if quantization else "",
                 ),
                 encoders=quantization.encoders if quantization else None,
+                scales_from=quantization.known.reader if quantization and quantization.known else None,
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )
@@ -183,6 +209,7 @@ def convert(
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
         dequantized=describe_quantized(weights.quantized),
+        source_quantization=weights.quantized.scheme.method if weights.quantized else "",
         quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
         num_scales=quantization.num_scales if quantization else 0,
         moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,
@@ -202,6 +229,7 @@ def convert(
                 [
                     _describe_long_files(plan.target.file_bytes, options.shard_bytes),
                     describe_mtp(weights.num_mtp_layers, plan.dropped),
+                    describe_extras(plan.dropped, catalog.tensors),
                     unchecked_remark(catalog, vouched),
                     *remarks,
                     *catalog.notes,
@@ -245,7 +273,15 @@ def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:
     """Bytes that a thread writes per second."""
     if plan.quantization:
         return QUANTIZE_BYTES_PER_SEC
+    if _transposes(weights, plan):
+        return TRANSPOSE_BYTES_PER_SEC
     return DEQUANTIZE_BYTES_PER_SEC if weights.quantized else COPY_BYTES_PER_SEC
+
+
+def _transposes(weights: NativeWeights, plan: ConversionPlan) -> bool:
+    """Whether large matrices are transposed on the way."""
+    read = (*weights.source.expressions.values(), *plan.contents.view.expressions.values())
+    return any(made.rows_together >= TRANSPOSED_ROWS for made in read)
 
 
 def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:

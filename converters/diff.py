@@ -76,6 +76,7 @@ class _Side:
 
     catalog: Catalog
     weights: TensorSource
+    extras: tuple[str, ...]  # of the weights: beside the text model of a multimodal checkpoint
     info: ModelInfo | None
     sections: CatalogReader  # everything but the weights
 
@@ -96,6 +97,8 @@ def diff(
         for section in sorted(sections[0].keys() ^ sections[1].keys()):
             not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
         not_compared |= dict.fromkeys(_lacking(one) & _lacking(other), "in neither")
+        if bool(one.extras) != bool(other.extras):
+            not_compared |= _leave_out(one if one.extras else other, f"only in {'A' if one.extras else 'B'}")
         both = sections[0].keys() & sections[1].keys()
         pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
         pairs = [(one.weights, other.weights, one.info or other.info)]
@@ -114,6 +117,14 @@ def diff(
     return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared, tuple(notes), remarks)
 
 
+def _leave_out(side: _Side, why: str) -> dict[str, str]:
+    """Compare `side` without its tensors beside the text model; their modules → why."""
+    tensors = {name: info for name, info in side.weights.tensors.items() if name not in side.extras}
+    assert isinstance(side.weights, View)
+    side.weights = replace(side.weights, tensors=tensors)
+    return dict.fromkeys((name.partition(".")[0] for name in side.extras), why)
+
+
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     catalogs = [open_checkpoint(a), open_checkpoint(b)]
     says = [describes_model(catalog.root) for catalog in catalogs]
@@ -125,16 +136,17 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
             # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
             partial = manifest_of(catalog) is not None
             opened = stack.enter_context(
-                native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True)
+                native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True, keep_extra=True)
             )
             weights: TensorSource = opened.source
+            extras = opened.extras
             info: ModelInfo | None = opened.info
         else:
-            weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
+            weights, info, extras = stack.enter_context(CatalogReader(model_part(catalog))), None, ()
         inside = model_part(catalog).tensors
         others = {n: t for n, t in catalog.tensors.items() if n not in inside}
         sides.append(
-            _Side(catalog, weights, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
+            _Side(catalog, weights, extras, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
         )
     return sides[0], sides[1]
 

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -70,6 +70,7 @@ def execute(
     resume: bool = False,
     allow_nonfinite: bool = True,
     encoders: Mapping[str, Encoder] | None = None,
+    scales_from: TensorSource | None = None,
 ) -> Execution:
     """Fill `target` from `source` in a folder that becomes `dst` on success and is removed otherwise.
 
@@ -78,7 +79,7 @@ def execute(
     manifest has none, only the CRC32 of every file.
     `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work continues from what an
     earlier attempt with the same fingerprint has written, and is kept when an interrupt or a full disk ends it.
-    `encoders` quantize tensors of `source` (copy_tensors).
+    `encoders` quantize tensors of `source` (copy_tensors) with scales that they read from `scales_from`.
     `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
     """
     require_room(dst, target, carried)
@@ -105,13 +106,17 @@ def execute(
                 raise _non_finite_error(copied.non_finite)
             files = target.finish(made.folder, copied.crc32)
             other_files = write_small_files(made.folder)
-            of = {name: encoder.digest_dtype for name, encoder in (encoders or {}).items()} if digests else {}
             tensors = {
-                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""), of.get(name, ""))
+                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""))
                 for name, info in target.tensors.items()
             }
+            for name, encoder in (encoders or {}).items() if digests else ():
+                shape = source.tensors[name].shape
+                other = () if shape == tensors[name].shape else shape
+                tensors[name] = replace(tensors[name], digest_dtype=encoder.digest_dtype, digest_shape=other)
             write_manifest(made.folder, tensors=tensors, files=files)
-            _require_unchanged(source)  # last: nothing is read after this
+            for each in (source, scales_from):  # last: nothing is read after this
+                _require_unchanged(each)
     except OSError as error:  # the disk filled up or went away
         raise CheckpointError(
             f"cannot write {dst}: {error.strerror or error}", hint=RESUME_HINT if resume else "nothing was left behind"

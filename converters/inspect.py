@@ -73,7 +73,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
-        found = naming_of(catalog, get_family(info.family))
+        found = naming_of(catalog, get_family(info.family), info.args)
         parts, naming = _parts(info, weights, found), found.name
         quantized = quantized_tensors(catalog, info)
     except (CheckpointError, UnsupportedError) as error:  # its tensors can be listed nevertheless
@@ -109,9 +109,10 @@ def _quantization(catalog: Catalog, quantized: QuantizedTensors | None) -> dict[
         return None
     codes, scales = ([catalog.tensors[name] for name in names] for names in (quantized.expressions, quantized.scales))
     return {
-        "method": "fp8",
+        "method": quantized.scheme.method,
         "weight_block_size": list(quantized.scheme.block),
         "power_of_two_scales": quantized.scheme.power_of_two,
+        "codes": quantized.scheme.codes,
         "num_weights": len(codes),
         "weight_bytes": sum(entry.num_bytes for entry in codes),
         "scale_dtypes": sorted({entry.dtype for entry in scales}),

@@ -49,18 +49,24 @@ class FileSum:
 class TensorSum:
     """A tensor in the manifest. `digest` is "" where none was computed (see digest.py).
 
-    `digest_dtype`: of the values that the digest is of, where they are not `dtype`: those of codes times scales.
+    `digest_dtype` and `digest_shape`: of the values that the digest is of, where they are not `dtype` and `shape`:
+    those of codes times scales.
     """
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
     digest_dtype: str = ""
+    digest_shape: tuple[int, ...] = ()
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        return self.digest_shape or self.shape
 
     @property
     def sum_of_rows(self) -> int:
         """The digest without the hash of dtype and shape (digest.sum_of_rows)."""
-        return sum_of_rows(self.digest, self.digest_dtype or self.dtype, self.shape)
+        return sum_of_rows(self.digest, self.digest_dtype or self.dtype, self.values_shape)
 
 
 class DoAll(Protocol):
@@ -117,7 +123,9 @@ def read_manifest(folder: Path) -> Manifest | None:
         if not _matches_itself(raw, content):
             raise CheckpointError(f"{path}: does not match its own CRC32", hint=_REWRITE, tries=tries)
         tensors = {
-            k: TensorSum(t["dtype"], tuple(t["shape"]), t["digest"], t.get("digest_dtype", ""))
+            k: TensorSum(
+                t["dtype"], tuple(t["shape"]), t["digest"], t.get("digest_dtype", ""), tuple(t.get("digest_shape", ()))
+            )
             for k, t in content["tensors"].items()
         }
         files = {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()}
@@ -154,6 +162,7 @@ def _dump(manifest: Manifest) -> bytes:
         + json.dumps(
             {"dtype": entry.dtype, "shape": list(entry.shape), "digest": entry.digest}
             | ({"digest_dtype": entry.digest_dtype} if entry.digest_dtype else {})
+            | ({"digest_shape": list(entry.digest_shape)} if entry.digest_shape else {})
         )
         for fqn, entry in manifest.tensors.items()
     ]

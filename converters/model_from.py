@@ -11,7 +11,7 @@ from converters.containers.hf_cache import snapshot_of
 from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
 from converters.families.base import computed_numbers
-from converters.families.registry import get_family
+from converters.families.registry import as_hf_config, get_family
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
 from converters.model_info import ModelInfo, find_model_file, read_model_info
@@ -58,8 +58,8 @@ def find_model_info(
         given = _without_documents(read_model_info(place, weights), place)
     if own_file.name == META_PARAMS and "max_seq_len" not in read_json(own_file):  # chosen by its readers
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
-    own_fields = _fields(own, is_whole=own_file.name == HF_CONFIG)
-    given_fields = _fields(given, is_whole=given_file is not None and given_file.name == HF_CONFIG)
+    own_fields = _fields(own, is_whole=_has_all_fields(own_file))
+    given_fields = _fields(given, is_whole=given_file is not None and _has_all_fields(given_file))
     ours = {"family": model_type(own), **computed_numbers(own.args), **own_fields, **_sure_ids(own)}
     theirs = {"family": model_type(given), **computed_numbers(given.args), **given_fields, **_sure_ids(given)}
     problems = [
@@ -76,9 +76,17 @@ def find_model_info(
             if (catalog.root / MANIFEST).exists()
             else [],
         )
-    if own_file.name != HF_CONFIG and not own.untranslated:  # a config.json has all of them
+    if not _has_all_fields(own_file) and not own.untranslated:
         own = replace(own, untranslated=given.untranslated)
     return _complete(own, given, catalog.root, place)
+
+
+def _has_all_fields(file: Path) -> bool:
+    """Whether a file is transformers' config.json, where a missing field has its default."""
+    if file.name != HF_CONFIG:
+        return False
+    content = read_json(file)
+    return as_hf_config(content) is content
 
 
 def model_type(info: ModelInfo) -> str:

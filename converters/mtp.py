@@ -30,6 +30,16 @@ def num_mtp_layers(names: Container[str], family: Family, naming: Naming, args: 
     return count
 
 
+def require_stated(found: int, stated: int, *, where: str) -> None:
+    """Raise CheckpointError where a checkpoint has some of the layers that its description states, but not all."""
+    if 0 < found < stated:
+        raise CheckpointError(
+            f"{where}: {found} of {stated} layers for multi-token prediction are there",
+            hint="the others are missing, or config.json states too many",
+            tries=["--mtp drop", "--allow-missing"],
+        )
+
+
 def with_mtp(args: ModelArgs, count: int) -> ModelArgs:
     """The numbers of the same model with so many of these layers."""
     changed: dict[str, Any] = {_NUMBER: count}

@@ -10,12 +10,14 @@ ASSETS_FOLDER = "assets"  # tokenizer, chat template, generation config; copied 
 JOURNAL = ".titan_journal"  # which regions of an unfinished output can be trusted
 
 HF_CONFIG = "config.json"
+OPENAI_DTYPES = "dtypes.json"  # element types of a gpt-oss release
 HF_GENERATION_CONFIG = "generation_config.json"
 HF_SINGLE = "model.safetensors"
 HF_INDEX = "model.safetensors.index.json"
 META_PARAMS = "params.json"
 META_SHARD = "consolidated.{index:02d}.pth"
 TIKTOKEN_MODEL = "tokenizer.model"
+MOONSHOT_RANKS = "tiktoken.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TORCH_MODEL = "model.pt"

@@ -81,7 +81,7 @@ def is_named(fqn: str, patterns: Iterable[str]) -> bool:
 
 
 def fused_with(fqn: str, family: Family) -> tuple[str, ...]:
-    """The native tensors that a naming of the family has as one with this one, itself included; () for most."""
+    """The native tensors that a naming has as one with this one, itself included, or it transposed; () for most."""
     for halves in _fused(tuple(family.namings.values())):
         if with_placeholder(fqn) in halves:
             return tuple(with_number(half, fqn) for half in halves)
@@ -91,8 +91,10 @@ def fused_with(fqn: str, family: Family) -> tuple[str, ...]:
 @cache
 def _fused(namings: tuple[Naming, ...]) -> list[tuple[str, ...]]:
     found: dict[str, list[str]] = {}
-    for rule in (rule for naming in namings for rule in naming.rules if isinstance(rule.op, rules.Half)):
-        found.setdefault(rule.foreign, []).append(rule.native)
+    for rule in (rule for naming in namings for rule in naming.rules):
+        op = rule.op.of if isinstance(rule.op, rules.Transposed) else rule.op
+        if isinstance(op, rules.Half | rules.Rows) or op is not rule.op:
+            found.setdefault(rule.foreign, []).append(rule.native)
     return [tuple(sorted(halves)) for halves in found.values()]
 
 
@@ -104,7 +106,8 @@ def drop_reason(name: str, naming: Naming) -> str:
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
     """`{n}` and `{e}` stand for numbers without leading zeros, so that `layers.1` and `layers.01` are not one name."""
-    return re.compile(re.sub(r"\\\{[ne]\\\}", lambda _: r"(?:0|[1-9]\d*)", re.escape(text)))
+    numbered = re.sub(r"\\\{[ne]\\\}", lambda _: r"(?:0|[1-9]\d*)", re.escape(text))
+    return re.compile(numbered.replace(r"\{\*\}", ".+"))
 
 
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")

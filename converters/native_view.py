@@ -14,13 +14,15 @@ from converters.families.base import EMBEDDING, OUTPUT, Family, Naming, Paramete
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
-from converters.namings import any_name, drop_reason, prefix, rules_for, with_placeholder
-from converters.quantization import KEY, SCALE, is_quantized
+from converters.multimodal import EXTRA_REASON
+from converters.mxfp4_scheme import ENDS
+from converters.namings import any_name, drop_reason, is_named, prefix, rules_for, with_placeholder
+from converters.quantization import KEY, SCALE
 from converters.quantized_tensors import QuantizedTensors
 from converters.rule_expressions import ForeignTensors, foreign_tensors, native_expression
 from converters.view import NOT_SAVED_REASON, REPEATED_REASON, TIED_REASON, Ledger, View
 
-_STAYS = "is float8: norms, embedding, output, routers, biases and eh_proj are not quantized in such checkpoints"
+_SCALE_ENDS = (SCALE, *ENDS.values())
 
 
 def native_view(
@@ -31,6 +33,7 @@ def native_view(
     allow_missing: bool = False,
     allow_extra: bool = False,
     quantized: QuantizedTensors | None = None,
+    keep_extra: bool = False,
     where: str = "",
 ) -> View:
     """`source` under native names; `quantized`: its weights whose values are codes times scales.
@@ -39,7 +42,8 @@ def native_view(
     tensor that differ in dtype, and quantized weights that do not match their scales. Tensors that are allowed to be
     missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
     error in any case. A tied model may repeat its output weight, which is read, and dropped where it equals the
-    embedding. `where` begins the messages.
+    embedding. `keep_extra`: with the tensors of a multimodal checkpoint beside its text model, under their own names.
+    `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     naming, parameters = family.naming_for(naming, args), family.parameters(args)
@@ -52,6 +56,7 @@ def native_view(
     ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
     scales = quantized.scales if quantized else {}
     repeats = {rule.foreign: rule.native for rule in naming.repeats}
+    of_other_media, kept = family.multimodal.extras if family.multimodal else (), list[str]()
     for name in source.tensors:
         if name in scales:
             continue
@@ -62,6 +67,11 @@ def native_view(
         elif name in repeats:
             ledger.repeated[name] = repeats[name]
             ledger.dropped[name] = REPEATED_REASON + repeats[name]
+        elif is_named(name, of_other_media):
+            if keep_extra:
+                kept.append(name)
+            else:
+                ledger.dropped[name] = EXTRA_REASON
         elif reason := drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
@@ -94,8 +104,10 @@ def native_view(
                 problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
         present = {name: source.tensors[name] for name in foreign.names if name in found}
         if quantized:
-            if not is_quantized(parameter):
-                problems += [f"quantized   {n}  {_STAYS}" for n in present if n in quantized.expressions]
+            if not quantized.scheme.covers(parameter):
+                problems += [
+                    f"quantized   {n}  {quantized.scheme.uncovered}" for n in present if n in quantized.expressions
+                ]
             present = {name: quantized.native_info(name, info) for name, info in present.items()}
         problems += _part_problems(present, foreign.shape)
         if absent:
@@ -106,11 +118,13 @@ def native_view(
         dtype = present[foreign.names[0]].dtype if present else "float32"
         tensors[fqn] = TensorInfo(dtype, parameter.shape)
         ledger.used[fqn] = expressions[fqn].sources
+    for name in kept:
+        expressions[name], tensors[name], ledger.used[name] = Source(name), source.tensors[name], (name,)
     ledger.missing = list(dict.fromkeys(ledger.missing))
     if quantized:
         ledger.scales = {name for names in ledger.used.values() for name in names if name in scales}
-        gone = {*ledger.dropped, *ledger.extra}
-        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, n.removesuffix(SCALE)))]
+        gone, weight_of = {*ledger.dropped, *ledger.extra}, quantized.scheme.weight_of
+        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, weight_of(n)))]
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
     elif not quantized:
@@ -174,8 +188,8 @@ def _ledger_error(
     hints = [f"names were read as {naming.name!r}"]
     if missing_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
-    if any(name.endswith(SCALE) for name in extra):
-        hints.append(f"scales of float8 weights are read where config.json has a {KEY}")
+    if any(name.endswith(_SCALE_ENDS) for name in extra):
+        hints.append(f"scales of float8 and mxfp4 weights are read where config.json has a {KEY}")
     own = any_name(naming)
     strangers = [name for name in extra if not own.fullmatch(name)]
     for other in family.namings.values():

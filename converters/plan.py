@@ -11,11 +11,12 @@ from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.expressions import Expression, Index, RowNumbers, Source, Stack, has_halves
+from converters.expressions import Expression, Index, RowNumbers, Source, Stack, has_own_rows
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.foreign_view import foreign_view
 from converters.formats.base import Contents, Format, OutputOptions
+from converters.multimodal import with_extras
 from converters.namings import is_named
 from converters.quantize import Quantization, plan_quantization
 from converters.source_check import check_digests
@@ -34,7 +35,7 @@ class ConversionPlan:
     casts: Mapping[str, str]
     kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
     stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
-    halved: frozenset[str]  # the source's own names of tensors that are halved, or joined as halves
+    halved: frozenset[str]  # the source's own names of tensors that are halved, joined as halves, or transposed
     native_rows: RowNumbers | None  # None: rows are written in native order
     dropped: Mapping[str, str]  # source tensor → reason
     made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
@@ -58,11 +59,18 @@ def plan_conversion(
     output.check_options(options)
     family = get_family(weights.info.family)
     naming = output.naming(family, options)
+    holds_extras = naming is None
+    if naming is not None and weights.extras and family.multimodal and naming.name == "hf":
+        naming, holds_extras = family.namings[family.multimodal.naming], True
     view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
+    if naming is not None and holds_extras:
+        view = with_extras(view, weights.source, weights.extras)
     ledger = weights.source.ledger
     native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
     written = {fqn for held in native_of.values() for fqn in held}
     dropped = {} if naming is None else _dropped(weights, view, output, options)
+    if not holds_extras:
+        dropped |= dict.fromkeys(weights.extras, f"{output.called} has no place for it")
     native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
     casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
     quantization = None
@@ -71,6 +79,7 @@ def plan_conversion(
             weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
         )
         casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
+        casts |= quantization.casts(view.tensors)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
     if quantization is not None:
@@ -82,7 +91,7 @@ def plan_conversion(
             coded=frozenset(coded),
         )
     kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
-    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_halves(expression)}
+    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_own_rows(expression)}
     stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
     return ConversionPlan(
         contents=contents,
@@ -93,7 +102,7 @@ def plan_conversion(
         halved=frozenset(
             held
             for name, names in stored.items()
-            if has_halves(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
+            if has_own_rows(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
             for held in names
         ),
         native_rows=None if naming is None else view.native_rows,

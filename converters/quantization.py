@@ -1,24 +1,25 @@
 """How a Hugging Face checkpoint is quantized: `quantization_config` of config.json, read and written.
 
-Covered is float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published. The scales of a weight are a
-tensor of their own, whose name is the weight's with `_scale_inv`.
+Covered are float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published, and mxfp4, as GPT-OSS is
+(mxfp4_scheme.py). Scales of a float8 weight are a tensor of their own, with the weight's name and `_scale_inv`.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import cached_property
 from typing import Any
 
+from converters.catalog import TensorInfo
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
 from converters.families.base import Parameter, Role
+from converters.fp8 import num_blocks
+from converters.mxfp4_scheme import METHOD as MXFP4
+from converters.mxfp4_scheme import Mxfp4Scheme, mxfp4_config, read_mxfp4
+from converters.not_quantized import is_listed, name_list_problem
 
 KEY = "quantization_config"
 SCALE = "_scale_inv"  # a weight's name + this: its scales, which are multiplied (DeepSeek's name says otherwise)
 CODES = "float8_e4m3fn"
 SCALE_DTYPES = ("float32", "bfloat16")  # the second: Qwen's
-SPELLINGS = {"fp8": False, "fp8:ue8m0": True}  # of --quantize → whether scales are powers of two
 _LISTS = ("modules_to_not_convert", "ignored_layers")  # transformers' and vLLM's name of one list
 _ACCEPTED: Mapping[str, tuple[Any, ...]] = {  # of fields that are not translated
     "quant_method": ("fp8",),
@@ -44,26 +45,51 @@ class Fp8Scheme:
     power_of_two: bool = False  # every scale is one
     stays: tuple[str, ...] = ()  # modules that are not quantized: names, of a part of the model, or with wildcards
 
+    method = "fp8"
+    codes = "e4m3"
+    naming = "hf"  # of Hugging Face checkpoints
+    uncovered = "is float8: norms, embedding, output, routers, biases and eh_proj are not quantized in such checkpoints"
+
     def __str__(self) -> str:
         scales = "power-of-two scales" if self.power_of_two else "scales"
         return f"fp8 (e4m3), {scales} for blocks of {self.block[0]} × {self.block[1]}"
 
     def is_listed(self, module: str) -> bool:
-        """Whether `stays` names a module, one that it is a part of, or the end of its name: transformers' rules."""
-        plain, wild = self._stays
-        parts = module.split(".")
-        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        ends = (".".join(parts[start:]) for start in range(1, len(parts)))
-        return any(name in plain for name in (*names, *ends)) or bool(wild and wild.match(module))
+        """Whether `stays` names a module."""
+        return is_listed(module, self.stays)
 
-    @cached_property
-    def _stays(self) -> tuple[frozenset[str], re.Pattern[str] | None]:
-        wild = [text for text in self.stays if set(text) & set("*?[")]
-        either = "|".join(translate(end) for text in wild for end in (text, f"{text}.*"))
-        return frozenset(self.stays).difference(wild), re.compile(either) if wild else None
+    def covers(self, parameter: Parameter) -> bool:
+        """Whether checkpoints are published with this parameter quantized."""
+        return is_quantized(parameter)
+
+    def scales_of(self, name: str) -> str:
+        """The name of the scales of codes of this name."""
+        return name + SCALE
+
+    def weight_of(self, name: str) -> str:
+        """The name of the codes of scales of this name; other names unchanged."""
+        return name.removesuffix(SCALE)
+
+    def stored(self, shape: tuple[int, ...], *, scale_dtype: str = "float32") -> tuple[TensorInfo, TensorInfo]:
+        """Codes and scales of a matrix of this shape."""
+        grid = tuple(num_blocks(size, block) for size, block in zip(shape, self.block, strict=True))
+        return TensorInfo(CODES, shape), TensorInfo(scale_dtype, grid)
+
+    def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the values of codes of this shape."""
+        return shape
 
 
-def read_quantization(config: Mapping[str, Any]) -> Fp8Scheme | None:
+Scheme = Fp8Scheme | Mxfp4Scheme
+SPELLINGS: Mapping[str, Scheme] = {  # of --quantize
+    "fp8": Fp8Scheme(),
+    "fp8:ue8m0": Fp8Scheme(power_of_two=True),
+    "mxfp4": Mxfp4Scheme(),
+    "mxfp4:torchao": Mxfp4Scheme(rounds_up=False),
+}
+
+
+def read_quantization(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme of a config.json; None where its weights are not quantized.
 
     Raises UnsupportedError with everything that is not covered.
@@ -74,11 +100,14 @@ def read_quantization(config: Mapping[str, Any]) -> Fp8Scheme | None:
     if not isinstance(given, dict):
         raise CheckpointError(f"config.json: its {KEY} is {given!r:.60}, not an object")
     method = given.get("quant_method")
+    if method == MXFP4:
+        return read_mxfp4(given)
     if method != "fp8":
         known = _NAMED.get(str(method), "")
         raise UnsupportedError(
             f"config.json: {KEY} has quant_method {method!r:.60}{known}, which is not covered",
-            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, and 16 bits or more",
+            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, mxfp4, as GPT-OSS "
+            "is, and 16 bits or more",
         )
     problems = [f"{key} = {given[key]!r:.60}" for key, values in _ACCEPTED.items() if given.get(key) not in values]
     problems += [f"{key} = {given[key]!r:.60}" for key in given if key not in _KNOWN]
@@ -87,8 +116,7 @@ def read_quantization(config: Mapping[str, Any]) -> Fp8Scheme | None:
         problems.append(f"weight_block_size = {block!r:.60}, not two sizes: a scale for a whole tensor is not covered")
     lists = {key: given[key] for key in _LISTS if given.get(key) is not None}
     for key, names in lists.items():
-        if not (isinstance(names, list) and all(isinstance(name, str) and name for name in names)):
-            problems.append(f"{key} = {names!r:.60}, not a list of names")
+        problems += name_list_problem(key, names)
     if len(lists) == 2 and lists[_LISTS[0]] != lists[_LISTS[1]]:
         problems.append(f"{_LISTS[0]} and {_LISTS[1]} are two names of one list, and differ")
     if problems:
@@ -101,8 +129,10 @@ def read_quantization(config: Mapping[str, Any]) -> Fp8Scheme | None:
     return Fp8Scheme((block[0], block[1]), given.get("scale_fmt") == "ue8m0", tuple(stays))
 
 
-def quantization_config(scheme: Fp8Scheme) -> dict[str, Any]:
-    """The content of `quantization_config`, as DeepSeek publishes it. transformers and vLLM read the list."""
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    """The content of `quantization_config`, as DeepSeek and OpenAI publish it. transformers and vLLM read the list."""
+    if isinstance(scheme, Mxfp4Scheme):
+        return mxfp4_config(scheme)
     power_of_two = {"scale_fmt": "ue8m0"} if scheme.power_of_two else {}
     return {
         "activation_scheme": "dynamic",
@@ -114,11 +144,11 @@ def quantization_config(scheme: Fp8Scheme) -> dict[str, Any]:
     }
 
 
-def parse_quantize(text: str) -> Fp8Scheme:
+def parse_quantize(text: str) -> Scheme:
     """The scheme that a user asks for. Raises ConfigError for one that is not known."""
     if text not in SPELLINGS:
         raise ConfigError(f"unknown quantization: {text!r}", hint=f"known: {', '.join(SPELLINGS)}")
-    return Fp8Scheme(power_of_two=SPELLINGS[text])
+    return SPELLINGS[text]
 
 
 def is_quantized(parameter: Parameter) -> bool:

@@ -1,6 +1,6 @@
-"""Quantize weights while they are copied: one tensor of values becomes a tensor of codes and one of scales."""
+"""Plan which weights an output quantizes: one tensor of values becomes a tensor of codes and one of scales."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,74 +8,30 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from converters.catalog import Box, TensorInfo
-from converters.dtypes import numpy_dtype
-from converters.engine.encoder import Encoded
-from converters.errors import ConfigError, list_offenders
+from converters.catalog import TensorInfo
+from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.expressions import Mxfp4Blocks
 from converters.families.base import EMBEDDING, OUTPUT, Naming, computed_numbers
 from converters.families.registry import get_family
-from converters.fp8 import block_amax, decode, encode, num_blocks, saturated, scales_of
+from converters.fold import fold_texts
+from converters.fp8_encoder import Fp8Encoder
+from converters.mxfp4_encoder import Mxfp4Encoder
+from converters.mxfp4_scheme import Mxfp4Scheme
 from converters.open import open_checkpoint
-from converters.quantization import CODES, SCALE, SPELLINGS, Fp8Scheme, is_quantized, parse_quantize
+from converters.quantization import SPELLINGS, Fp8Scheme, Scheme, parse_quantize
+from converters.source_check import check_tensors
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights
-
-_Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Encoder:
-    """Quantizes one matrix (see engine/encoder.py)."""
-
-    scales: str  # name of the tensor of scales
-    scheme: Fp8Scheme
-    scale_dtype: str = "float32"
-    known: Callable[[Box], _Array] | None = None  # scales that another copy of the weights has
-    keeps_known: bool = False  # use them, but where values have outgrown them
-
-    @property
-    def rows(self) -> int:
-        return self.scheme.block[0]
-
-    @property
-    def digest_dtype(self) -> str:
-        return DEQUANTIZED
-
-    def encode(self, box: Box, values: _Array) -> Encoded:
-        """Codes and scales of `values`; not of values that are infinite or NaN, which the caller counts."""
-        block = self.scheme.block
-        with np.errstate(over="ignore", invalid="ignore"):
-            amax = block_amax(values, block)
-            scales = scales_of(amax, power_of_two=self.scheme.power_of_two).astype(numpy_dtype(self.scale_dtype))
-            first = (box.offsets[0] // block[0], box.offsets[1] // block[1])
-            place = Box(first, (scales.shape[0], scales.shape[1]))
-            num_moved, is_exact = 0, self.scheme.power_of_two or self.scale_dtype != "float32"
-            exact = np.full(scales.shape, is_exact)
-            if self.known is not None:
-                known = self.known(place)
-                wide = known.astype(np.float32)
-                if self.keeps_known:
-                    fits = (np.isfinite(wide) & (wide >= 0)) & ~saturated(amax, wide)
-                    scales, exact = np.where(fits, known, scales), exact | fits
-                num_moved = int(np.count_nonzero(scales.astype(np.float32) != wide))
-            codes = encode(values, amax, scales.astype(np.float32), block, exact=exact)
-            return Encoded(codes, scales, place, num_moved)
-
-    def values_of(self, encoded: Encoded, box: Box) -> _Array:
-        start = (box.offsets[0], box.offsets[1])
-        codes = encoded.codes.view(numpy_dtype(CODES))
-        return decode(codes, encoded.scales, self.scheme.block, start=start, dtype=DEQUANTIZED)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """What an output quantizes."""
 
-    scheme: Fp8Scheme  # as config.json describes it
-    encoders: Mapping[str, Fp8Encoder]  # by target name
+    scheme: Scheme  # as config.json describes it
+    encoders: Mapping[str, Fp8Encoder | Mxfp4Encoder]  # by target name
     num_scales: int
     known: NativeWeights | None  # whose scales are compared, or kept
+    known_scales: tuple[str, ...]  # its names of them
     keeps_known: bool
 
     def with_scales(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -84,9 +40,20 @@ class Quantization:
         for name, info in tensors.items():
             planned[name] = info
             if (encoder := self.encoders.get(name)) is not None:
-                planned[name] = TensorInfo(CODES, info.shape)
-                planned[encoder.scales] = TensorInfo(encoder.scale_dtype, _grid(info.shape, self.scheme))
+                stored = self.scheme.stored(info.shape, scale_dtype=encoder.scale_dtype)
+                planned[name], planned[encoder.scales] = stored
         return planned
+
+    def casts(self, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+        """The casts before quantizing: where a scheme's rule is one for values in bfloat16."""
+        if not (isinstance(self.scheme, Mxfp4Scheme) and self.scheme.rounds_up):
+            return {}
+        return {name: DEQUANTIZED for name in self.encoders if tensors[name].dtype != DEQUANTIZED}
+
+    def check_known(self) -> None:
+        """Raise CheckpointError where the scales that are kept are not those of their folder's manifest."""
+        if self.known is not None and self.keeps_known:
+            check_tensors(self.known.reader, self.known_scales)
 
     @property
     def fingerprint(self) -> str:
@@ -113,68 +80,138 @@ def plan_quantization(
     `scales_from`: an fp8 copy of the model, whose scales are kept, and which says which weights are quantized. Without
     one, scales that differ from those of a source that is quantized itself are counted.
     """
-    scheme = parse_quantize(quantize)
-    family = get_family(weights.info.family)
-    matrices = {p.fqn for p in family.parameters(weights.info.args) if is_quantized(p)}
-    linear = [name for name in tensors if matrices.issuperset(native_of[name])]
-    chosen, known = linear, scales_from
+    scheme, info = parse_quantize(quantize), weights.info
+    covered = {p.fqn for p in get_family(info.family).parameters(info.args) if scheme.covers(p)}
+    chosen, known = [name for name in tensors if covered.issuperset(native_of[name])], scales_from
+    if isinstance(scheme, Fp8Scheme) and any(len(tensors[name].shape) != 2 for name in chosen):
+        raise UnsupportedError(
+            f"--quantize {quantize}: checkpoints with {naming.name} names of this model have the experts of a layer as "
+            "one tensor, for which there is no float8 form",
+            hint="leave it out",
+        )
+    is_renamed = isinstance(scheme, Fp8Scheme) and (known or weights).naming != naming.name
     if scales_from is not None and scales_from.quantized is not None:
-        if scales_from.naming != naming.name:
+        if is_renamed:
             raise ConfigError(
                 f"--scales-from {scales_from.catalog.root}: its weights have {scales_from.naming} names, the output's "
                 f"have {naming.name} names"
             )
         scheme = _same_scheme(scheme, scales_from.quantized.scheme, scales_from.catalog.root)
-        chosen = [name for name in linear if name in scales_from.quantized.expressions]
-    elif weights.quantized and weights.naming == naming.name and weights.quantized.scheme.block == scheme.block:
+    elif weights.quantized and weights.quantized.scheme.block == scheme.block and not is_renamed:
         known = weights
-    encoders = {}
-    for name in chosen:
-        held = known.reader.tensors.get(name + SCALE) if known is not None else None
-        encoders[name] = Fp8Encoder(
-            name + SCALE,
-            scheme,
-            scale_dtype=held.dtype if held is not None and scales_from is not None else "float32",
-            known=partial(known.reader.read, name + SCALE) if held is not None and known is not None else None,
-            keeps_known=scales_from is not None,
+    encoders: Mapping[str, Fp8Encoder | Mxfp4Encoder]
+    if isinstance(scheme, Mxfp4Scheme):
+        encoders, known_scales = _mxfp4_encoders(
+            tensors, chosen, native_of, scheme, known, keep=scales_from is not None
         )
+    else:
+        encoders, known_scales = _fp8_encoders(chosen, scheme, known, keep=scales_from is not None)
+        scheme = replace(scheme, stays=_stays(tensors, encoders, native_of, naming))
+    return Quantization(
+        scheme=scheme,
+        encoders=encoders,
+        num_scales=sum(prod(scheme.stored(tensors[name].shape)[1].shape) for name in encoders),
+        known=known,
+        known_scales=known_scales,
+        keeps_known=scales_from is not None,
+    )
+
+
+def _fp8_encoders(
+    chosen: Sequence[str], scheme: Fp8Scheme, known: NativeWeights | None, *, keep: bool
+) -> tuple[dict[str, Fp8Encoder], tuple[str, ...]]:
+    """An encoder for each weight, and the names of known scales; kept ones also say which weights are quantized."""
+    if keep and known is not None and known.quantized is not None:
+        chosen = [name for name in chosen if name in known.quantized.expressions]
+    encoders, found = {}, list[str]()
+    for name in chosen:
+        its = scheme.scales_of(name)
+        held = known.reader.tensors.get(its) if known is not None else None
+        encoders[name] = Fp8Encoder(
+            its,
+            scheme,
+            DEQUANTIZED,
+            scale_dtype=held.dtype if held is not None and keep else "float32",
+            known=partial(known.reader.read, its) if held is not None and known is not None else None,
+            keeps_known=keep,
+        )
+        found += [its] if held is not None else []
+    return encoders, tuple(found)
+
+
+def _mxfp4_encoders(
+    tensors: Mapping[str, TensorInfo],
+    chosen: Sequence[str],
+    native_of: Mapping[str, Sequence[str]],
+    scheme: Mxfp4Scheme,
+    known: NativeWeights | None,
+    *,
+    keep: bool,
+) -> tuple[dict[str, Mxfp4Encoder], tuple[str, ...]]:
+    """An encoder for each weight, and the names of known scales; these may have other names than the output's.
+
+    Raises UnsupportedError where rows are not whole blocks.
+    """
+    if odd := [f"{name}  {list(tensors[name].shape)}" for name in chosen if tensors[name].shape[-1] % scheme.block[1]]:
+        raise UnsupportedError(
+            f"mxfp4 has blocks of {scheme.block[1]} values of a row, which do not divide:"
+            + list_offenders(fold_texts(odd))
+        )
+    encoders, found = {}, list[str]()
+    for name in chosen:
+        (native,) = native_of[name]
+        held = known.source.expressions.get(native) if known is not None else None
+        scales = held.scales if isinstance(held, Mxfp4Blocks) else None
+        encoders[name] = Mxfp4Encoder(
+            scheme.scales_of(name),
+            scheme,
+            DEQUANTIZED,
+            known=partial(scales.read, known.reader) if known is not None and scales is not None else None,
+            keeps_known=keep,
+        )
+        found += scales.sources if scales is not None else ()
+    return encoders, tuple(found)
+
+
+def _stays(
+    tensors: Mapping[str, TensorInfo],
+    encoders: Mapping[str, Any],
+    native_of: Mapping[str, Sequence[str]],
+    naming: Naming,
+) -> tuple[str, ...]:
+    """The modules of matrices that are not quantized, but for the embedding."""
     stays = [rule.foreign for rule in naming.rules if rule.native == OUTPUT]  # of tied models, too
     stays += [
         name
         for name, info in tensors.items()
         if name not in encoders and len(info.shape) > 1 and EMBEDDING not in native_of[name]
     ]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in stays)
-    return Quantization(
-        scheme=replace(scheme, stays=tuple(modules)),
-        encoders=encoders,
-        num_scales=sum(prod(_grid(tensors[name].shape, scheme)) for name in encoders),
-        known=known,
-        keeps_known=scales_from is not None,
-    )
+    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in stays))
 
 
-def _grid(shape: tuple[int, ...], scheme: Fp8Scheme) -> tuple[int, ...]:
-    return tuple(num_blocks(size, block) for size, block in zip(shape, scheme.block, strict=True))
-
-
-def _same_scheme(asked: Fp8Scheme, found: Fp8Scheme, folder: Path) -> Fp8Scheme:
+def _same_scheme(asked: Scheme, found: Scheme, folder: Path) -> Scheme:
     """The scheme of a folder whose scales are kept. Raises ConfigError where another was asked for."""
-    if asked.power_of_two != found.power_of_two:
-        fitting = next(text for text, power_of_two in SPELLINGS.items() if power_of_two == found.power_of_two)
+    if (asked.method, asked.power_of_two) != (found.method, found.power_of_two):
+        kinds = {text: (each.method, each.power_of_two) for text, each in SPELLINGS.items()}
+        fitting = next(text for text, kind in kinds.items() if kind == (found.method, found.power_of_two))
         raise ConfigError(
             f"--scales-from {folder} has {found}", hint="its scales are kept", tries=[f"--quantize {fitting}"]
         )
-    return found
+    return found if isinstance(found, Fp8Scheme) else asked
 
 
 @contextmanager
-def opened_scales(folder: Path | None, weights: NativeWeights) -> Iterator[NativeWeights | None]:
-    """The quantized copy of a model that `--scales-from` names. Raises ConfigError where it is of another model."""
+def opened_scales(
+    folder: Path | None, weights: NativeWeights, *, keep_mtp: bool = False
+) -> Iterator[NativeWeights | None]:
+    """The quantized copy of a model that `--scales-from` names. Raises ConfigError where it is of another model.
+
+    `keep_mtp`: with its layers for multi-token prediction, if there are any.
+    """
     if folder is None:
         yield None
         return
-    with native_weights(open_checkpoint(folder)) as known:
+    with native_weights(open_checkpoint(folder), keep_mtp=keep_mtp) as known:
         if known.quantized is None:
             raise ConfigError(f"--scales-from {folder}: its weights are not quantized")
         ours, theirs = computed_numbers(weights.info.args), computed_numbers(known.info.args)

@@ -8,14 +8,16 @@ import numpy as np
 from converters.catalog import Box, TensorInfo, TensorSource
 from converters.expressions import Expression, Fp8Blocks, Source
 from converters.fp8 import num_blocks
-from converters.quantization import CODES, KEY, SCALE, SCALE_DTYPES, Fp8Scheme
+from converters.mxfp4_scheme import Mxfp4Scheme
+from converters.mxfp4_tensors import find_mxfp4
+from converters.quantization import CODES, KEY, SCALE, SCALE_DTYPES, Fp8Scheme, Scheme
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensors:
     """The quantized weights among a checkpoint's tensors, by stored name."""
 
-    scheme: Fp8Scheme
+    scheme: Scheme
     dtype: str  # of their values
     expressions: Mapping[str, Expression]  # weight → its values
     scales: Mapping[str, str]  # tensor with the name of scales → the weight that they are of
@@ -23,7 +25,9 @@ class QuantizedTensors:
 
     def native_info(self, name: str, info: TensorInfo) -> TensorInfo:
         """Element type and shape of a tensor's values; `info`: as stored."""
-        return TensorInfo(self.dtype, info.shape) if name in self.expressions else info
+        if name not in self.expressions:
+            return info
+        return TensorInfo(self.dtype, self.scheme.values_shape(info.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,23 @@ class DequantizedSource:
 
 
 def find_quantized(
-    tensors: Mapping[str, TensorInfo], scheme: Fp8Scheme, *, dtype: str, is_own: bool
+    tensors: Mapping[str, TensorInfo], scheme: Scheme, *, dtype: str, is_own: bool
 ) -> QuantizedTensors | None:
-    """The weights that are float8, with their scales; None where the scheme is that of another checkpoint.
+    """The weights that are codes, with their scales; None where the scheme is that of another checkpoint.
 
     `is_own`: the scheme is in the checkpoint's own folder, so that a checkpoint without any such weight is an error.
     """
+    if isinstance(scheme, Mxfp4Scheme):
+        found = find_mxfp4(tensors, scheme, dtype=dtype, is_own=is_own)
+        return (
+            None if found is None else QuantizedTensors(scheme, dtype, found.expressions, found.scales, found.problems)
+        )
+    return _find_fp8(tensors, scheme, dtype=dtype, is_own=is_own)
+
+
+def _find_fp8(
+    tensors: Mapping[str, TensorInfo], scheme: Fp8Scheme, *, dtype: str, is_own: bool
+) -> QuantizedTensors | None:
     codes = {name: info for name, info in tensors.items() if info.dtype.startswith("float8")}
     scales = {name: name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
     scales |= {its: name for name in codes if (its := _scales_of(name, tensors)) in tensors}
@@ -63,6 +78,8 @@ def find_quantized(
             problems[name] = f"scales      {name}  there is no {weight}"
         elif weight not in codes:
             problems[name] = f"scales      {name}  {weight} is {tensors[weight].dtype}, which needs none"
+        elif (its := _scales_of(weight, tensors)) != name:
+            problems[name] = f"scales      {name}  {weight} has {its}, too"
     expressions = {}
     for name, info in codes.items():
         its = _scales_of(name, tensors)

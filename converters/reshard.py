@@ -19,7 +19,7 @@ from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
-from converters.expressions import has_halves
+from converters.expressions import has_own_rows
 from converters.families.registry import get_family
 from converters.json_file import read_json
 from converters.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
@@ -129,7 +129,7 @@ def reshard(
     with CatalogReader(kept) as reader:
         contents = collect(reader, spelling, sections, allow_missing=allow_missing)
         stored = _stored(contents.source, training)
-        halved = (names for fqn, names in stored.items() if has_halves(contents.source.expressions[fqn]))
+        halved = (names for fqn, names in stored.items() if has_own_rows(contents.source.expressions[fqn]))
         vouched = vouched_for(training.catalog, stored, halved=frozenset(chain.from_iterable(halved)))
         check_blobs(reader)
         held = contents.source.tensors

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import cast
 
 from converters import rules
-from converters.expressions import AllZeros, Expression, HeadRows, Index, Join, Source, Stack, Take
+from converters.expressions import AllZeros, Expression, HeadRows, Index, Join, Source, Stack, Take, Transpose
 from converters.families.base import ModelArgs, Naming, Parameter
 from converters.namings import rules_for, with_number, with_placeholder
 from converters.rules import Rule
@@ -27,6 +28,10 @@ def foreign_tensors(rule: Rule, parameter: Parameter) -> ForeignTensors:
             return ForeignTensors(tuple(name.replace("{e}", str(number)) for number in range(shape[0])), shape[1:])
         case rules.Half(_, dim):
             return ForeignTensors((name,), (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :]))
+        case rules.Rows(_, total):
+            return ForeignTensors((name,), (total, *shape[1:]))
+        case rules.Transposed(of):
+            return foreign_tensors(replace(rule, op=of), _transposed(parameter))
         case rules.Zeros():
             return ForeignTensors((), shape)
     return ForeignTensors((name,), shape)
@@ -41,6 +46,10 @@ def native_expression(op: rules.Op, parameter: Parameter, parts: tuple[Expressio
             return Stack(parts)
         case rules.Half(number, dim):
             return Take(parts[0], dim, number * parameter.shape[dim])
+        case rules.Rows(start):
+            return Take(parts[0], 0, start)
+        case rules.Transposed(of):
+            return Transpose(native_expression(of, _transposed(parameter), parts, args))
         case rules.Zeros():
             return AllZeros("float32")
     return parts[0]
@@ -55,11 +64,14 @@ def foreign_expressions(
     """
     made: dict[str, tuple[Expression, tuple[int, ...]]] = {}
     halves: dict[str, dict[int, Expression]] = {}
+    rows: dict[str, dict[int, tuple[Expression, int]]] = {}
     by_native = rules_for(held, naming)
     for fqn, parameter in held.items():
-        rule, source = by_native[with_placeholder(fqn)], Source(parameter.fqn)
-        foreign = foreign_tensors(rule, replace(parameter, fqn=fqn))
-        match rule.op:
+        rule, source = by_native[with_placeholder(fqn)], cast(Expression, Source(parameter.fqn))
+        foreign, op = foreign_tensors(rule, replace(parameter, fqn=fqn)), rule.op
+        if isinstance(op, rules.Transposed):
+            source, op = Transpose(source), op.of
+        match op:
             case rules.RopeHalves():
                 made[foreign.names[0]] = HeadRows(source, args.head_dim, to_halves=True), foreign.shape
             case rules.Stacked():
@@ -70,6 +82,18 @@ def foreign_expressions(
                 parts = halves.setdefault(name, {})
                 parts[number] = source
                 made[name] = Join(tuple(parts[n] for n in sorted(parts)), dim, foreign.shape), foreign.shape
+            case rules.Rows(start):
+                (name,) = foreign.names
+                rows.setdefault(name, {})[start] = source, parameter.shape[0]
+                found = [rows[name][n] for n in sorted(rows[name])]
+                joined = Join(tuple(p for p, _ in found), 0, foreign.shape, tuple(size for _, size in found))
+                made[name] = joined, foreign.shape
             case rules.Same():
                 made[foreign.names[0]] = source, foreign.shape
     return made
+
+
+def _transposed(parameter: Parameter) -> Parameter:
+    """With its last two dims exchanged."""
+    *lead, rows, columns = parameter.shape
+    return replace(parameter, shape=(*lead, columns, rows))

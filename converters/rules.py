@@ -31,6 +31,24 @@ class Half:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """One native tensor ⇄ the rows of a foreign one of `total` rows from `start` on, such as q of a fused qkv.
+
+    Rules of one name make up the whole, in the order of their rows.
+    """
+
+    start: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The last two dims of a foreign tensor, or of its half, are exchanged: native [E, F, D] ⇄ foreign [E, D, F]."""
+
+    of: Same | Half = Same()
+
+
+@dataclass(frozen=True, slots=True)
 class Zeros:
     """The foreign naming has no name for the native tensor, which then is zero; `reason` says why.
 
@@ -40,7 +58,7 @@ class Zeros:
     reason: str
 
 
-Op = Same | RopeHalves | Stacked | Half | Zeros
+Op = Same | RopeHalves | Stacked | Half | Rows | Transposed | Zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +72,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A foreign key that is not needed; `pattern` may contain `{n}`. The report lists it with its reason."""
+    """A foreign key that is not needed. The report lists it with its reason.
+
+    `pattern` may contain `{n}`, and `{*}` for any text.
+    """
 
     pattern: str
     reason: str

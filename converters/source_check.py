@@ -31,17 +31,17 @@ class Vouched:
         """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs.
 
         Where targets are stacks or parts of source tensors, the sums of all that belong together are compared. Halves
-        have no sums in common with the whole: their files are compared before (vouched_for).
+        have no sums in common with the whole, nor has a transpose: their files are compared before (vouched_for).
         """
         wrong = []
         for targets, names in _groups(self.stored, found, self.listed):
             listed = [self.listed[name] for name in names if name in self.listed and self.listed[name].digest]
             if len(listed) < len(names):
                 continue
-            if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].shape:
-                is_same = found[targets[0]].hexdigest() == listed[0].digest
-            elif not self.halved.isdisjoint(names):
+            if not self.halved.isdisjoint(names):
                 continue
+            if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].values_shape:
+                is_same = found[targets[0]].hexdigest() == listed[0].digest
             else:
                 sums = sum(entry.sum_of_rows for entry in listed)
                 is_same = (sum(found[target].partial for target in targets) - sums) % (1 << 128) == 0
@@ -58,7 +58,7 @@ def _groups(
     """Targets and source tensors that hold the same values: mostly one of each, in one shape."""
     parts: dict[str, list[str]] = {}  # source tensor → targets that are not all of it alone
     for target, names in stored.items():
-        if len(names) == 1 and names[0] in listed and found[target].shape == listed[names[0]].shape:
+        if len(names) == 1 and names[0] in listed and found[target].shape == listed[names[0]].values_shape:
             yield [target], [names[0]]
         else:
             for name in names:
@@ -93,8 +93,8 @@ def vouched_for(
     `dequantized`: the element type that codes with scales are read as, if any are.
 
     Files without tensors (configs, tokenizer, `.metadata`) are small and compared at once. So are files with tensors
-    that have no digest (`--no-digest`) or one of another type's values, or that are halved or joined (`halved`),
-    although these are read twice then.
+    that have no digest (`--no-digest`) or one of another type's values, or that are halved, joined or transposed
+    (`halved`), although these are read twice then.
     """
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
@@ -108,6 +108,16 @@ def vouched_for(
     twice = {chunk.file for name in undigested | (read & halved) for chunk in catalog.tensors[name].chunks}
     _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
     return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored, halved)
+
+
+def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
+    """Raise CheckpointError where tensors, which are read alone, or files without tensors differ from the manifest.
+
+    Does nothing without a manifest. Files with tensors that have no digest are read whole.
+    """
+    stored = {name: (name,) for name in names}
+    if vouched := vouched_for(reader.catalog, stored):
+        replace(vouched, lost="").check({name: _digest_of(reader, name) for name in stored})
 
 
 def check_digests(catalog: Catalog, stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest]) -> None:

@@ -1,12 +1,14 @@
 """What trained a checkpoint: torchtitan v0.2.2's models compute otherwise than published ones of some families."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from converters.catalog import Catalog
 from converters.errors import ConfigError
 from converters.families.base import YarnRope
 from converters.families.registry import get_family
+from converters.model_info import ModelInfo
 from converters.names import MODEL_INFO
 from converters.weights import NativeWeights
 
@@ -16,18 +18,41 @@ TRAINED_BY = (TITAN, *_BEYOND_ORIGINAL)
 _TORCHTITANS = ("native", "titan_qkv_linear")  # namings
 
 
+def foreign_remark(catalog: Catalog, naming: str, info: ModelInfo) -> str:
+    """The warning of a command that computes with weights that torchtitan may have trained; "" for others."""
+    advice = f"`titan convert --trained-by {TRAINED_BY[1]}` makes a checkpoint that describes what was trained"
+    return _warning(info, which="titan computes", advice=advice) if _is_foreign(catalog, naming, info) else ""
+
+
+def _warning(info: ModelInfo, *, which: str, advice: str) -> str:
+    deviate = get_family(info.family).as_torchtitan_trained
+    assert deviate is not None  # as of every foreign one
+    summary = deviate(info.args, beyond_original=False).summary
+    return (
+        f"WARNING: if torchtitan v0.2.2 trained it, the model computed otherwise than the published one, which {which} "
+        f"({summary}; see docs/training.md): {advice}"
+    )
+
+
+def _is_foreign(catalog: Catalog, naming: str, info: ModelInfo) -> bool:
+    """Whether nothing describes weights of torchtitan's names, of a family that torchtitan computes otherwise."""
+    is_torchtitans = catalog.container in ("dcp", "torch") and naming in _TORCHTITANS
+    deviates = get_family(info.family).as_torchtitan_trained is not None
+    return deviates and is_torchtitans and not (catalog.root / MODEL_INFO).is_file()
+
+
 def apply_trained_by(weights: NativeWeights, trained_by: str | None) -> tuple[NativeWeights, list[str]]:
     """The weights with the numbers that describe what was trained, and remarks.
 
     Without `trained_by` the numbers stay, and a remark says where it matters. Raises ConfigError where it does not.
     """
     family, info = get_family(weights.info.family), weights.info
-    is_torchtitans = weights.catalog.container in ("dcp", "torch") and weights.naming in _TORCHTITANS
-    is_foreign = is_torchtitans and not (weights.catalog.root / MODEL_INFO).is_file()
+    is_foreign = _is_foreign(weights.catalog, weights.naming, info)
     deviate = family.as_torchtitan_trained
+    if trained_by is None:
+        advice = f"say --trained-by {', '.join(TRAINED_BY[1:])} or {TITAN}"
+        return weights, [_warning(info, which="the output describes", advice=advice)] if is_foreign else []
     if deviate is None or not is_foreign:
-        if trained_by is None:
-            return weights, []
         raise ConfigError(
             f"--trained-by {trained_by}: {weights.catalog.place} "
             + (
@@ -37,23 +62,20 @@ def apply_trained_by(weights: NativeWeights, trained_by: str | None) -> tuple[Na
             ),
             hint="it is for torchtitan's checkpoints of families whose model it computes otherwise; leave it out",
         )
-    if trained_by is None:
-        _, unsaid = deviate(info.args, beyond_original=False)
-        return weights, [
-            "WARNING: if torchtitan v0.2.2 trained it, the model computed otherwise than the published one, which the "
-            f"output describes (YaRN, epsilons{', groups' if len(unsaid) > 2 else ''}; see docs/training.md): say "
-            f"--trained-by {', '.join(TRAINED_BY[1:])} or {TITAN}"
-        ]
     if trained_by == TITAN:
         return weights, []
-    args, unsaid = deviate(info.args, beyond_original=_BEYOND_ORIGINAL[trained_by])
+    trained = deviate(info.args, beyond_original=_BEYOND_ORIGINAL[trained_by])
+    args = trained.args
     changed = [
-        f"{name} {_shown(getattr(info.args, name))}, now {_shown(getattr(args, name))}"
-        for name in ("norm_eps", "max_seq_len", "rope_scaling")
-        if getattr(args, name) != getattr(info.args, name)
+        f"{f.name} {_shown(getattr(info.args, f.name))}, now {_shown(getattr(args, f.name))}"
+        for f in fields(args)
+        if getattr(args, f.name) != getattr(info.args, f.name)
     ]
     remarks = [f"--trained-by {trained_by}: {', '.join(changed)}"] if changed else []
-    remarks.append(f"--trained-by {trained_by}: not in the output, which has no field for it: {'; '.join(unsaid)}")
+    if trained.unsaid:
+        remarks.append(
+            f"--trained-by {trained_by}: not in the output, which has no field for it: {'; '.join(trained.unsaid)}"
+        )
     return replace(weights, info=replace(info, args=args)), remarks
 
 

@@ -14,12 +14,12 @@ from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import Family, Naming
+from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, find_model_file
-from converters.mtp import num_mtp_layers, with_mtp, without_mtp
+from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.names import section_of
 from converters.namings import detect_naming
 from converters.native_view import native_view
@@ -42,6 +42,7 @@ class NativeWeights:
     reader: CatalogReader
     quantized: QuantizedTensors | None = None  # where weights are stored as codes with scales
     num_mtp_layers: int = 0  # of the checkpoint, also where they are not among the weights
+    extras: tuple[str, ...] = ()  # of the weights: those beside the text model of a multimodal checkpoint
 
     @property
     def notes(self) -> list[str]:
@@ -93,10 +94,12 @@ def native_weights(
     allow_extra: bool = False,
     dequantized: str = DEQUANTIZED,
     keep_mtp: bool = False,
+    keep_extra: bool | None = False,
 ) -> NativeWeights:
     """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
 
     `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
+    `keep_extra`: likewise with tensors beside the text model of a multimodal checkpoint; None: if it is titan's own.
     """
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
@@ -105,10 +108,13 @@ def native_weights(
             f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
             f"of the model in {model_from or catalog.root}"
         )
-    family, naming = get_family(info.family), naming_of(catalog, get_family(info.family))
+    family = get_family(info.family)
+    naming = naming_of(catalog, family, info.args)
     found = num_mtp_layers(weights.tensors, family, naming, info.args)
     if found and not keep_mtp:
         naming = without_mtp(family, naming, info.args, found)
+    if keep_mtp and not allow_missing:
+        require_stated(found, info.stated_mtp_layers, where=str(catalog.place))
     info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:
@@ -121,12 +127,24 @@ def native_weights(
             allow_missing=allow_missing,
             allow_extra=allow_extra,
             quantized=quantized,
+            keep_extra=bool(info.outer) and naming.name == "native" if keep_extra is None else keep_extra,
             where=str(catalog.place),
         )
-        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found)
+        parameters = {p.fqn for p in family.parameters(info.args)}
+        extras = tuple(name for name in view.tensors if name not in parameters)
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found, extras)
     except BaseException:
         reader.__exit__(None, None, None)
         raise
+
+
+def without_outer(weights: NativeWeights) -> NativeWeights:
+    """The weights without the files and fields of config.json that a multimodal class has beside its text model."""
+    info, of = weights.info, get_family(weights.info.family).multimodal
+    if of is None or not info.outer:
+        return weights
+    assets = {name: path for name, path in info.assets.items() if name not in of.files}
+    return replace(weights, info=replace(info, outer={}, assets=assets))
 
 
 def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANTIZED) -> QuantizedTensors | None:
@@ -138,10 +156,18 @@ def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANT
     return find_quantized(infos, info.quantization, dtype=dtype, is_own=is_own)
 
 
-def naming_of(catalog: Catalog, family: Family) -> Naming:
-    """The naming of a checkpoint's weights, including the dict that holds them."""
+def naming_of(catalog: Catalog, family: Family, args: ModelArgs | None = None) -> Naming:
+    """The naming of a checkpoint's weights, including the dict that holds them; by their names alone without `args`."""
     nest = "".join(f"{key}." for key in _nest(catalog) or ())
-    return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.place))
+    tensors = model_part(catalog).tensors
+    naming = detect_naming(tensors, family, nest=nest, where=str(catalog.place))
+    if args is None:
+        return naming
+    infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in tensors.items()}
+    try:
+        return family.naming_by_shapes(naming, args, infos)
+    except CheckpointError as error:
+        raise CheckpointError(f"{catalog.place}: {error.message}", hint=error.hint) from None
 
 
 def model_part(catalog: Catalog) -> Catalog:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-_STAY = ("norm.weight", "embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "bias")
+_STAY = ("norm.weight", "embed_tokens.weight", "head.weight", "mlp.gate.weight", "eh_proj.weight", "bias")
 E4M3 = torch.float8_e4m3fn
 
 

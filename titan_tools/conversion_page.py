@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from converters.convert import ConvertReport
 from converters.fold import fold_texts
 from converters.mtp import MTP_REASON
+from converters.multimodal import EXTRA_REASON
 from converters.needs import Needs
 from converters.reshard import ReshardReport
 from converters.sizes import format_bytes
@@ -28,7 +29,7 @@ def print_conversion(report: ConvertReport) -> None:
     if report.resumed_bytes:
         _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
     if report.dequantized:
-        _line("fp8", report.dequantized)
+        _line(report.source_quantization, report.dequantized)
     if report.quantized:
         _line("quantized", report.quantized)
         _line("scales", _describe_scales(report))
@@ -41,8 +42,9 @@ def print_conversion(report: ConvertReport) -> None:
         )
     if report.other_files:
         _line("with", ", ".join(report.other_files))
-    # a note counts those of layers for multi-token prediction, which are many
-    _print_reasons("dropped", {name: reason for name, reason in report.dropped.items() if reason != MTP_REASON})
+    # notes count those of layers for multi-token prediction and of other media, which are many
+    counted = (MTP_REASON, EXTRA_REASON)
+    _print_reasons("dropped", {name: reason for name, reason in report.dropped.items() if reason not in counted})
     _print_reasons("zeros", report.made)
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")
@@ -111,7 +113,7 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
 def _describe_scales(report: ConvertReport) -> str:
     """How many scales of a quantized output were written, and how many differ from those of another copy."""
     if report.moved_scales is None:
-        known = f"; compared with those of {report.scales_of}" if report.scales_of else ""
+        known = f"; compared with those of {report.scales_of}" if report.scales_of else ", not compared with others"
         return f"{count(report.num_scales, 'scale')}{known}"
     kept = report.num_scales - report.moved_scales
     return f"{count(report.num_scales, 'scale')}: {kept:,} as in {report.scales_of}, {report.moved_scales:,} moved"

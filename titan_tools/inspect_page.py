@@ -23,9 +23,9 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
     for text in found.notes:
         print(f"note:  {text}")
     if found.quantization:
-        print(f"fp8:   {_quantization(found.quantization)}")
+        print(f"{found.quantization['method'] + ':':<6} {_quantization(found.quantization)}")
         for text in found.quantization["problems"]:
-            print(f"fp8:   warning: {' '.join(text.split())}")
+            print(f"{found.quantization['method'] + ':':<6} warning: {' '.join(text.split())}")
     if found.step is not None:
         print(f"step:  {found.step:,}")
     sizes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())
@@ -78,8 +78,9 @@ def _quantization(of: Mapping[str, Any]) -> str:
     kind = "power-of-two " if of["power_of_two_scales"] else ""
     dtypes = ", ".join(of["scale_dtypes"])
     return (
-        f"{count(of['num_weights'], 'weight')} in e4m3 ({format_bytes(of['weight_bytes'])}), {kind}scales in {dtypes} "
-        f"for blocks of {rows} × {columns} ({format_bytes(of['scale_bytes'])}); read as {of['read_as']}"
+        f"{count(of['num_weights'], 'weight')} in {of['codes']} ({format_bytes(of['weight_bytes'])}), "
+        f"{kind}scales in {dtypes} for blocks of {rows} × {columns} ({format_bytes(of['scale_bytes'])}); "
+        f"read as {of['read_as']}"
     )
 
 

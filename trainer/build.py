@@ -36,7 +36,7 @@ from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
 from trainer.parallel.document_attention import positions_in_documents
 from trainer.parallel.document_mask import attention_kernel
-from trainer.parallel.expert_parallel import apply_expert_parallel
+from trainer.parallel.expert_parallel import apply_expert_parallel, with_shared_gather
 from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
@@ -219,7 +219,7 @@ def parallelize(
     if masked:
         apply_masks(part, masked, device, positions_restart=mask == "offsets")
     if dims.tp > 1:
-        plan = get_trainer_family(job.family.name).tensor_plan(parameters)
+        plan = with_shared_gather(get_trainer_family(job.family.name).tensor_plan(parameters), part, dims)
         apply_tp(
             part,
             meshes["tp"],

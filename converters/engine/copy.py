@@ -22,7 +22,6 @@ from converters.engine.digest import TensorDigest
 from converters.engine.encoder import Encoder
 from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
-from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, list_offenders
 from converters.expressions import RowNumbers
 from converters.threads import deferred_signals, in_parallel
@@ -31,6 +30,7 @@ from converters.view import View
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # read, hashed and written at a time: fits into a core's cache
 UNIT_BYTES = 8 << 20  # the work of a thread, and of a line of the journal
+MOST_BYTES = 16 << 20  # that are read at a time where a view asks for rows together
 
 
 @dataclass(slots=True)
@@ -120,12 +120,12 @@ def copy_tensors(
     _create_files(folder, target, resuming=journal is not None)
 
     def new_digest(fqn: str) -> TensorDigest:
-        info, encoder = target.tensors[fqn], encoders.get(fqn)
-        return TensorDigest(encoder.digest_dtype if encoder else info.dtype, info.shape)
+        if encoder := encoders.get(fqn):  # of the values, which may have another shape than their codes
+            return TensorDigest(encoder.digest_dtype, source.tensors[fqn].shape)
+        return TensorDigest(target.tensors[fqn].dtype, target.tensors[fqn].shape)
 
     def run(unit: _Unit) -> _Unit:
         fqn = unit.fqn
-        info = target.tensors[fqn]
         if journal and (record := journal.recorded(unit.number)):
             unit.recall(record)
             if _still_there(files, target, unit.pieces):
@@ -136,7 +136,7 @@ def copy_tensors(
         scales_digest = new_digest(encoder.scales) if encoder and digests else None
         source_digest = None
         if check_source and (encoder or fqn in changed):
-            source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
+            source_digest = TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape)
 
         written: dict[int, _WrittenRun] = {}
 
@@ -154,8 +154,7 @@ def copy_tensors(
                     )
             unit.num_bytes += array.nbytes
 
-        for box in unit.boxes:
-            array = source.read(fqn, box)
+        for box, array in _blocks(source, fqn, unit.boxes, whole=encoder is not None):
             if source_digest is not None:
                 add(source_digest, box, array)
             if fqn in changed:
@@ -171,7 +170,7 @@ def copy_tensors(
                 write(encoder.scales, encoded.place, encoded.scales)
                 if scales_digest is not None:
                     scales_digest.update(encoded.place, encoded.scales)
-                write(fqn, box, encoded.codes)
+                write(fqn, encoded.codes_place, encoded.codes)
                 array = encoder.values_of(encoded, box) if digest is not None else array
             else:
                 write(fqn, box, array)
@@ -189,7 +188,7 @@ def copy_tensors(
 
     sums = {fqn: new_digest(fqn) for fqn in target.tensors}
     source_sums = {
-        fqn: TensorDigest(source.tensors[fqn].dtype, target.tensors[fqn].shape) for fqn in (*changed, *encoders)
+        fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in (*changed, *encoders)
     }
     result = CopyResult([0] * len(target.slots))
     filled = [0] * len(target.slots)
@@ -276,10 +275,14 @@ def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]
         if fqn in scales:
             continue
         encoder = encoders.get(fqn)
-        width = itemsize(source.tensors[fqn].dtype if encoder else info.dtype)
+        info = source.tensors[fqn] if encoder else info
+        width = itemsize(info.dtype)
         unit_boxes: list[Box] = []
         row_bytes = (info.shape[-1] if len(info.shape) > 1 else 1) * width
-        block_bytes = _whole_blocks(encoder.rows * row_bytes) if encoder else _block_bytes(source, fqn, row_bytes)
+        block_bytes = _block_bytes(source, fqn, row_bytes)
+        if encoder:
+            block_bytes = max(_whole_blocks(encoder.rows * row_bytes), block_bytes)
+            block_bytes -= block_bytes % (encoder.rows * row_bytes)
         for boxes in whole_row_units(info.shape, width, block_bytes):
             unit_boxes += boxes
             if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
@@ -291,11 +294,26 @@ def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]
 
 
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
-    """Maximal bytes of a block, so that it holds all rows that a view permutes among each other (those of a head)."""
+    """Maximal bytes that are read at a time: rows that a view permutes among each other (those of a head), together."""
     rows = _rows_together(source, fqn)
-    if rows == 1 or not 0 < rows * row_bytes <= MOST_BYTES:
+    if rows == 1 or not 0 < row_bytes <= MOST_BYTES:
         return BLOCK_BYTES
-    return _whole_blocks(rows * row_bytes)
+    return _whole_blocks(min(rows, MOST_BYTES // row_bytes) * row_bytes)
+
+
+def _blocks(
+    source: TensorSource, fqn: str, boxes: Sequence[Box], *, whole: bool
+) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
+    """Boxes with their values. Those that are read together are cut into blocks of BLOCK_BYTES unless `whole`."""
+    for read in boxes:
+        array = source.read(fqn, read)
+        if whole or array.nbytes <= BLOCK_BYTES:
+            yield read, array
+            continue
+        for blocks in whole_row_units(read.sizes, array.itemsize, BLOCK_BYTES):
+            for block in blocks:
+                offsets = tuple(a + b for a, b in zip(read.offsets, block.offsets, strict=True))
+                yield Box(offsets, block.sizes), array[block.slices_within(Box.whole(read.sizes))]
 
 
 def _whole_blocks(num_bytes: int) -> int:
@@ -365,10 +383,10 @@ def _check_match(
         if fqn not in source.tensors:
             continue
         held = source.tensors[fqn]
-        if held.shape != info.shape:
-            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} expected")
         if fqn in encoders:
             continue
+        if held.shape != info.shape:
+            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} expected")
         if casts.get(fqn, held.dtype) != info.dtype:
             problems.append(f"{fqn}: {held.dtype} in the source, {info.dtype} expected")
         changes[fqn] = (held.dtype, info.dtype)

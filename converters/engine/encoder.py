@@ -10,9 +10,10 @@ from converters.catalog import Box
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A box of values as codes, and their scales, which are the box `place` of the tensor of scales."""
+    """A box of values as codes, the box `codes_place` of their tensor, and scales, the box `place` of theirs."""
 
     codes: np.ndarray[Any, Any]
+    codes_place: Box
     scales: np.ndarray[Any, Any]
     place: Box
     num_moved: int  # scales that differ from known ones

@@ -19,6 +19,7 @@ from converters.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
 _LONG_RUN_BYTES = 32 << 10  # from this length on, one read per run is faster than reading the gaps, too
+_LONG_GAP_BYTES = 8 << 10  # a gap from this length on takes longer than another read
 _MAX_AMPLIFICATION = 16  # gaps between short runs are read up to this factor
 _RAW: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -186,7 +187,16 @@ def _read_strided(read_into: _ReadInto, start: int, strides: tuple[int, ...], ou
     for index in np.ndindex(out.shape[: outer - 1]):
         row_start = start + sum(i * step for i, step in zip(index, steps, strict=False)) * width
         part = out[index]
-        if run * width >= _LONG_RUN_BYTES or pitch > _MAX_AMPLIFICATION * run:
+        if (
+            run * width >= _LONG_RUN_BYTES
+            or (pitch - run) * width >= _LONG_GAP_BYTES
+            or pitch > _MAX_AMPLIFICATION * run
+        ):
+            if part.flags.c_contiguous:
+                flat, length = part.reshape(-1).view(np.uint8).data, run * width
+                for row in range(rows):
+                    read_into(row_start + row * pitch * width, flat[row * length : (row + 1) * length])
+                continue
             for row in range(rows):
                 _read_run(read_into, row_start + row * pitch * width, part[row : row + 1])
             continue

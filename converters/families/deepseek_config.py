@@ -159,7 +159,7 @@ def _refused(config: Mapping[str, Any], *, is_v2: bool) -> list[str]:
     ]
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        refused.append(f"num_key_value_heads = {kv_heads!r}: latent attention has as many as heads, {heads}")
+        refused.append(f"num_key_value_heads = {kv_heads!r}: of latent attention it is num_attention_heads, {heads}")
     refused += [
         f"{key} = null, for which the class computes something else"
         for key in ("rope_interleave", "topk_method")

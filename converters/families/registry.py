@@ -43,12 +43,18 @@ def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
 
     How the weights are quantized is no property of a family (quantization.read_quantization).
     """
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    config = {key: value for key, value in as_hf_config(config).items() if key != "quantization_config"}
     for family in _families_for(config):
         args = family.args_from_hf_config(config)
         if family.claims(args):
             return family, args
     raise UnsupportedError("config.json describes a model of no known family")
+
+
+def as_hf_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json in transformers' words, also where it is of a family's own release."""
+    found = (family.from_release(config) for family in _FAMILIES.values())
+    return next((translated for translated in found if translated is not None), config)
 
 
 def _families_for(config: Mapping[str, Any]) -> list[Family]:
@@ -90,8 +96,13 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
 
 def read_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Family, ModelArgs]:
     """Family and numbers of a params.json, which names no family; `shapes`: those of the weights that are known."""
+    if isinstance(params.get("model"), Mapping):  # Llama 4's, in some releases
+        params = params["model"]
+    has_own_key = any(f.meta_key and f.meta_key in params for f in _FAMILIES.values())
     for family in _FAMILIES.values():
-        if family.args_from_meta_params is not None:
+        if has_own_key and not (family.meta_key and family.meta_key in params):
+            continue
+        if family.args_from_meta_params is not None and (has_own_key or not family.meta_key):
             args = family.args_from_meta_params(params, shapes)
             if family.claims(args):
                 return family, args

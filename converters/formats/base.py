@@ -7,7 +7,7 @@ A format is a container with a naming. Each is one constant in the file of its n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from converters.families.base import Family, Naming
     from converters.mesh_shape import MeshShape
     from converters.model_info import ModelInfo
-    from converters.quantization import Fp8Scheme
+    from converters.quantization import Scheme
     from converters.view import View
 
 
@@ -54,6 +54,8 @@ class Quantize(StrEnum):
 
     fp8 = "fp8"
     fp8_ue8m0 = "fp8:ue8m0"
+    mxfp4 = "mxfp4"
+    mxfp4_torchao = "mxfp4:torchao"
 
 
 def _parse_mesh(text: str) -> MeshShape:
@@ -138,16 +140,17 @@ class OutputOptions:
     quantize: str | None = _option(
         "--quantize",
         "Quantize linear layers and experts to float8 (e4m3) with a float32 scale for each block of 128 × 128, as "
-        "DeepSeek V3 and Qwen 3 are published; fp8:ue8m0 with power-of-two scales, as DeepSeek V3.1.",
+        "DeepSeek V3 and Qwen 3 are published; fp8:ue8m0 with power-of-two scales, as DeepSeek V3.1. mxfp4: GPT-OSS's "
+        "experts to 4 bits with a scale for each 32 values, as it is published; mxfp4:torchao with torchao's scales.",
         kind=Quantize,
         parse=str,
         refusal="only Hugging Face checkpoints are quantized; other formats hold the values",
     )
-    # an fp8 copy of the model
+    # a quantized copy of the model
     scales_from: Path | None = _option(
         "--scales-from",
-        "With --quantize: keep the scales of this fp8 checkpoint where the values still fit, so that weights that came "
-        "from it become the same bytes again.",
+        "With --quantize: keep the scales of this quantized checkpoint where the values still fit, so that weights "
+        "that came from it become the same bytes again.",
         metavar="FOLDER",
         kind=Path,
         refusal="it keeps the scales of quantized weights",
@@ -170,7 +173,7 @@ class Contents:
     family: Family
     info: ModelInfo
     dst: Path  # of the complete output; it is written elsewhere
-    quantization: Fp8Scheme | None = None  # of the output
+    quantization: Scheme | None = None  # of the output
     coded: frozenset[str] = frozenset()  # of `tensors`: codes and scales
 
     @property
@@ -201,11 +204,16 @@ class Format:
     from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself
     to_dcp: CommandHelp | None = None  # of `NAME-to-dcp`
     file_suffixes: tuple[str, ...] = ()  # of a DST that is a single file
+    quantizes: str | None = None  # `quantize` where none is asked for
     destination_help: str = "The folder to create."
+
+    def completed(self, options: OutputOptions) -> OutputOptions:
+        """The options with what this format always does."""
+        return options if options.quantize else replace(options, quantize=self.quantizes)
 
     def check_options(self, options: OutputOptions) -> None:
         """Raise ConfigError, in the words of the command line, for an option that this format does not take."""
-        if options.scales_from is not None and options.quantize is None:
+        if options.scales_from is not None and options.quantize is None and self.quantizes is None:
             raise ConfigError("--scales-from means nothing without --quantize", tries=["--quantize fp8"])
         for name in sorted(options.given().difference(self.takes)):
             option = OPTIONS[name]

@@ -16,13 +16,31 @@ FUSED = "hf_fused"  # the naming with one tensor for all experts of a layer
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
+    if options.quantize:
+        return _quantized_naming(family, options)
     if options.fused_experts and FUSED not in family.namings:
-        raise ConfigError(f"--fused-experts: {family.name} models have no experts", hint="leave it out")
-    if options.fused_experts and options.quantize:
+        has_experts = any(p.expert_dim is not None for p in family.parameters(next(iter(family.flavors.values()))))
+        what = "their experts in one form only, which is fused" if has_experts else "no experts"
+        raise ConfigError(f"--fused-experts: {family.name} models have {what}", hint="leave it out")
+    return family.namings[FUSED if options.fused_experts else "hf"]
+
+
+def _quantized_naming(family: Family, options: OutputOptions) -> Naming:
+    from converters.quantization import SPELLINGS, parse_quantize
+
+    scheme = parse_quantize(options.quantize or "")
+    if scheme.method not in family.quantized_as:
+        tries = [f"--quantize {text}" for text, each in SPELLINGS.items() if each.method in family.quantized_as]
+        raise ConfigError(
+            f"--quantize {options.quantize}: no {family.name} models are published so, and readers expect none",
+            hint="" if tries else "leave it out",
+            tries=tries[:1],
+        )
+    if options.fused_experts:
         raise ConfigError(
             "--fused-experts and --quantize cannot be combined", hint="fp8 checkpoints have one tensor per expert"
         )
-    return family.namings[FUSED if options.fused_experts else "hf"]
+    return family.namings[scheme.naming]
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:

@@ -5,10 +5,11 @@ from converters.formats.base import Format
 from converters.formats.dcp import DCP
 from converters.formats.hf import HF
 from converters.formats.meta import META
+from converters.formats.openai import OPENAI
 from converters.formats.torch import TORCH
 from converters.formats.torchtune import TORCHTUNE
 
-FORMATS: dict[str, Format] = {format.name: format for format in (DCP, HF, META, TORCH, TORCHTUNE)}
+FORMATS: dict[str, Format] = {format.name: format for format in (DCP, HF, META, OPENAI, TORCH, TORCHTUNE)}
 
 
 def register(format: Format) -> None:

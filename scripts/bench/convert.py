@@ -3,19 +3,22 @@
 python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 5
 python scripts/bench/convert.py --work /a/disk/with/30/GB --rounds 3 --models qwen3_moe
 python scripts/bench/convert.py --work /a/disk/with/25/GB --rounds 3 --models fp8
+python scripts/bench/convert.py --work /a/disk/with/45/GB --rounds 1 --models deepseek --gb 8
 
-The second is a Qwen 3 MoE of 8.9 GB: 2,688 tensors of experts are stacked, and unstacked again. The last has DeepSeek
+The second is a Qwen 3 MoE of 8.9 GB: 2,688 tensors of experts are stacked, and unstacked again. The third has DeepSeek
 V3's width, and is quantized to fp8 and dequantized again, by one worker; its limits are bytes of the source per second.
+The last has DeepSeek V3's shapes, a source of --gb in bf16 and one in fp8, each converted by one worker and by two.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, WIDE_MOE, write_model  # noqa: E402
+from models import MODELS, WIDE_MOE, deepseek_of, write_fp8_model, write_model  # noqa: E402
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once, remove, run  # noqa: E402
 
 LIMITS: dict[str, list[tuple[tuple[str, ...], float, float | None]]] = {  # options, ratio, seconds of user CPU
@@ -31,12 +34,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="+", choices=[*LIMITS, "fp8"], default=["llama", "qwen3"])
+    parser.add_argument("--models", nargs="+", choices=[*LIMITS, "fp8", "deepseek"], default=["llama", "qwen3"])
+    parser.add_argument("--gb", type=float, default=8.0, help="deepseek: bytes of each source, in 10^9")
     chosen = parser.parse_args()
     ok = True
     for model in chosen.models:
         with TemporaryDirectory(dir=chosen.work, prefix="titan-bench-") as work:
-            ok &= _bench_fp8(Path(work), chosen.rounds) if model == "fp8" else _bench(Path(work), model, chosen.rounds)
+            if model == "fp8":
+                ok &= _bench_fp8(Path(work), chosen.rounds)
+            elif model == "deepseek":
+                ok &= _bench_deepseek(Path(work), chosen.rounds, chosen.gb * 1e9)
+            else:
+                ok &= _bench(Path(work), model, chosen.rounds)
     raise SystemExit(0 if ok else 1)
 
 
@@ -70,7 +79,7 @@ def _bench(work: Path, model: str, rounds: int) -> bool:
 
 def _bench_fp8(work: Path, rounds: int) -> bool:
     """With the formula's scales, and with kept ones, which reads them from the folder that the first has written."""
-    bf16, fp8, out = work / "bf16", work / "fp8", work / "out"
+    bf16, fp8 = work / "bf16", work / "fp8"
     write_model(bf16, WIDE_MOE, normal=True)
     run(Command("", (*TITAN, "convert", "auto", str(bf16), str(fp8), "--to", "hf", "--quantize", "fp8"), fp8))
     quantize = ("--to", "hf", "--quantize", "fp8")
@@ -80,23 +89,47 @@ def _bench_fp8(work: Path, rounds: int) -> bool:
     }
     ok = True
     for kind, cases in kinds.items():
-        src = cases[0][0]
-        num_bytes = sum(path.stat().st_size for path in src.iterdir())
-        print(f"{kind}: {num_bytes / 1e9:.2f} GB, at least {FP8[kind] / 1e6:.0f} MB/s", flush=True)
-        read_once(src)
-        commands = [
-            Command(
-                f"{kind} {' '.join(options[:4])}",
-                (*TITAN, "convert", "auto", str(src), str(out), *options, "--workers", "1"),
-                out,
-                most_secs=num_bytes / FP8[kind],
-                most_anon_mib=128 + 16,
-            )
-            for _, options in cases
-        ]
-        ok &= compare(copy_and_fsync(src, work / "copy"), commands, rounds=rounds)
-        remove(out)
-        remove(work / "copy")
+        ok &= _compare_fp8(work, kind, cases[0][0], [options for _, options in cases], rounds)
+    return ok
+
+
+def _bench_deepseek(work: Path, rounds: int, num_bytes: float) -> bool:
+    bf16, fp8 = work / "bf16", work / "fp8"
+    write_model(bf16, deepseek_of(num_bytes, element_bytes=2), normal=True)
+    ok = _compare_fp8(work, "bf16 to fp8", bf16, [("--to", "hf", "--quantize", "fp8")], rounds, workers=(1, 2))
+    remove(bf16)
+    write_fp8_model(fp8, deepseek_of(num_bytes, element_bytes=1))
+    return _compare_fp8(work, "fp8 to bf16", fp8, [("--to", "dcp")], rounds, workers=(1, 2)) and ok
+
+
+def _compare_fp8(
+    work: Path,
+    kind: str,
+    src: Path,
+    cases: Sequence[tuple[str, ...]],
+    rounds: int,
+    *,
+    workers: Sequence[int] = (1,),
+) -> bool:
+    """Convert `src` with the options of each case. The limit of seconds is for one worker, and holds for more."""
+    out = work / "out"
+    num_bytes = sum(path.stat().st_size for path in src.iterdir())
+    print(f"{kind}: {num_bytes / 1e9:.2f} GB, at least {FP8[kind] / 1e6:.0f} MB/s", flush=True)
+    read_once(src)
+    commands = [
+        Command(
+            f"{kind} {' '.join(options[:4])} --workers {number}",
+            (*TITAN, "convert", "auto", str(src), str(out), *options, "--workers", str(number)),
+            out,
+            most_secs=num_bytes / FP8[kind],
+            most_anon_mib=128 + 16 * number,
+        )
+        for options in cases
+        for number in workers
+    ]
+    ok = compare(copy_and_fsync(src, work / "copy"), commands, rounds=rounds)
+    remove(out)
+    remove(work / "copy")
     return ok
 
 

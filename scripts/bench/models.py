@@ -97,11 +97,55 @@ WIDE_MOE: Mapping[str, Any] = {
     "moe_intermediate_size": 2048,
     "vocab_size": 8192,
 }
+# DeepSeek V3's shapes, one dense layer and one of experts; a small vocabulary, because embeddings are never quantized
+DEEPSEEK: Mapping[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "attention_bias": False,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 MODELS = {"llama": LLAMA_1B, "qwen3": QWEN3_1B, "qwen3_moe": QWEN3_MOE_9GB}
 
 
+def deepseek_of(num_bytes: float, *, element_bytes: int) -> Mapping[str, Any]:
+    """DEEPSEEK with as many experts as a folder of at least `num_bytes` needs, a multiple of the 8 groups."""
+    expert = 3 * DEEPSEEK["hidden_size"] * DEEPSEEK["moe_intermediate_size"] * element_bytes
+    others = sum(map(prod, shapes_of({**DEEPSEEK, "n_routed_experts": 0}).values())) * element_bytes
+    return {**DEEPSEEK, "n_routed_experts": 8 * max(2, -(-int(num_bytes - others) // (8 * expert)))}
+
+
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of a decoder, dense or with experts in every layer."""
+    """Hugging Face names and shapes of a decoder, dense or with experts in every layer, or of a DeepSeek."""
+    if config["model_type"] == "deepseek_v3":
+        return _shapes_of_deepseek(config)
     dim, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     feed_forward = _feed_forward("mlp", hidden, dim)
@@ -127,6 +171,35 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], dim)
     return shapes
+
+
+def _shapes_of_deepseek(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    dim, heads, width = config["hidden_size"], config["num_attention_heads"], config["moe_intermediate_size"]
+    q, kv, rope = config["q_lora_rank"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
+    for n in range(config["num_hidden_layers"]):
+        inside = {
+            "self_attn.q_a_proj": (q, dim),
+            "self_attn.q_a_layernorm": (q,),
+            "self_attn.q_b_proj": (heads * (nope + rope), q),
+            "self_attn.kv_a_proj_with_mqa": (kv + rope, dim),  # 576 rows: its last block is partial
+            "self_attn.kv_a_layernorm": (kv,),
+            "self_attn.kv_b_proj": (heads * (nope + v), kv),
+            "self_attn.o_proj": (dim, heads * v),
+            "input_layernorm": (dim,),
+            "post_attention_layernorm": (dim,),
+        }
+        if n < config["first_k_dense_replace"]:
+            inside |= _feed_forward("mlp", config["intermediate_size"], dim)
+        else:
+            inside["mlp.gate"] = (config["n_routed_experts"], dim)
+            inside |= _feed_forward("mlp.shared_experts", config["n_shared_experts"] * width, dim)
+            for e in range(config["n_routed_experts"]):
+                inside |= _feed_forward(f"mlp.experts.{e}", width, dim)
+            shapes[f"model.layers.{n}.mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
+        shapes |= {f"model.layers.{n}.{name}.weight": shape for name, shape in inside.items()}
+    return shapes | {"model.norm.weight": (dim,), "lm_head.weight": (config["vocab_size"], dim)}
 
 
 def _feed_forward(name: str, hidden: int, dim: int) -> dict[str, tuple[int, ...]]:
@@ -165,4 +238,40 @@ def write_model(folder: Path, config: Mapping[str, Any], *, sparse: bool = False
             count = min(1 << 24, position - start) // 2
             bits = random.integers(0, 1 << 16, count, dtype=np.uint16)
             file.write((bits & np.uint16(0xBFFF)).tobytes())  # without the exponent's top bit nothing is infinite
+    return path.stat().st_size
+
+
+def write_fp8_model(folder: Path, config: Mapping[str, Any]) -> int:
+    """Write config.json and one model.safetensors of random float8 codes and scales; its bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}, indent=1))
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in shapes_of(config).items():
+        stays = len(shape) == 1 or name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"))
+        stored[name] = "BF16" if stays else "F8_E4M3", shape
+        if not stays:
+            stored[f"{name}_scale_inv"] = "F32", (-(-shape[0] // 128), -(-shape[1] // 128))
+    random = np.random.Generator(np.random.SFC64(0))
+    bits = random.integers(0, 1 << 16, 1 << 23, dtype=np.uint16)
+    some = {  # 16 MiB each, over and over
+        "F8_E4M3": (bits & np.uint16(0xBFBF)).tobytes(),  # without the exponent's top bit no code is NaN
+        "BF16": (bits & np.uint16(0xBFFF)).tobytes(),
+        "F32": (random.random(1 << 22, dtype=np.float32) * np.float32(1e-3) + np.float32(1e-5)).tobytes(),
+    }
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, (kind, shape) in stored.items():
+        size = {"F8_E4M3": 1, "BF16": 2, "F32": 4}[kind] * prod(shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name, (kind, _) in stored.items():
+            start, end = header[name]["data_offsets"]
+            for first in range(start, end, len(some[kind])):
+                file.write(some[kind][: end - first])
     return path.stat().st_size

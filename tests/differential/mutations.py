@@ -32,29 +32,41 @@ VALUES: dict[str, list[Any]] = {
     "dtype": ["bfloat16", "float16", None],
     "decoder_sparse_step": [2, 5],
     "eos_token_id": [None, 5, [5, 6]],
+    "first_k_dense_replace": [0, 2, 4],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"],
     "hidden_size": [48],
     "id2label": [{0: "a", 1: "b", 2: "c"}],
     "intermediate_size": [40],
+    "kv_lora_rank": [12],
     "label2id": [{"a": 0, "b": 1, "c": 2}],
     "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2],
     "max_position_embeddings": [32, 4096],
     "max_window_layers": [0, 2, 4],
     "mlp_only_layers": [[1], [3, 0], [0, 1, 2, 3]],
     "moe_intermediate_size": [40, 32],
+    "n_group": [1, 2, None],
+    "n_routed_experts": [12],
+    "n_shared_experts": [2, 3],
     "num_attention_heads": [2, 8],
     "num_experts": [11, 16],
     "num_experts_per_tok": [1, 4],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
+    "num_mtp_layers": [0, 2],
     "pad_token_id": [0, 5],
     "pretraining_tp": [2],
     "problem_type": ["regression"],
+    "q_lora_rank": [12, None],
+    "qk_nope_head_dim": [12],
+    "qk_rope_head_dim": [4, 12],
     "rms_norm_eps": [1e-5, 0.1],
     "rope_parameters": [rope | {"rope_theta": theta} for rope in ROPES for theta in (10000.0, 500.0)],
     "sliding_window": [8, 4096],
+    "topk_group": [1, 4, None],
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
     "transformers_version": ["4.57.6", "9.0.0"],
+    "v_head_dim": [12],
     "vocab_size": [91],
 }
 # Keys that the class does not list: older spellings, what other classes compute with, what nobody reads
@@ -89,6 +101,16 @@ ACCEPTED_FIELDS = {
     *("vocab_size", "pretraining_tp", "dtype", "torch_dtype", "architectures", "rope_theta", "my_own_key"),
     *("_name_or_path", "logits_scaling", "residual_multiplier", "no_rope_layers", "max_window_layers"),
 }
+# DeepSeek's models: no biases, as many keys as heads, and numbers of experts that must fit each other
+_LATENT_ROPES = ("default", "yarn")
+_LATENT_FIELDS = {
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "first_k_dense_replace", "n_shared_experts"),
+    *("routed_scaling_factor", "num_mtp_layers"),
+}
+_NOT_LATENT_FIELDS = {
+    *("attention_bias", "mlp_bias", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"),
+    "norm_topk_prob",  # with V2's softmax
+}
 # Of these, whether it must be accepted depends on the value
 _COSMETIC_OR_COMPUTABLE = {
     "hidden_act": ("silu", "swish"),
@@ -107,11 +129,14 @@ class Mutation:
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
 
-    def must_be_accepted(self, *, in_file: bool) -> bool:
-        """In a file a key may contradict another (`rope_parameters`, `num_local_experts`) or the weights: an error."""
+    def must_be_accepted(self, *, in_file: bool, is_latent: bool = False) -> bool:
+        """In a file a key may contradict another (`rope_parameters`, `num_local_experts`) or the weights: an error.
+
+        `is_latent`: for DeepSeek's models.
+        """
         if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings", "num_experts"}:
             return False
-        return all(_is_accepted(name, value) for name, value in self.values.items())
+        return all(_is_accepted(name, value, is_latent=is_latent) for name, value in self.values.items())
 
     @property
     def names(self) -> set[str]:
@@ -121,13 +146,14 @@ class Mutation:
         return {*self.values, *words} - {"default"}
 
 
-def _is_accepted(name: str, value: Any) -> bool:
+def _is_accepted(name: str, value: Any, *, is_latent: bool) -> bool:
     if name in _ROPE_KEYS:
-        kinds = {rope["rope_type"] for rope in ROPES[:NUM_COMPUTABLE_ROPES]}
+        kinds = _LATENT_ROPES if is_latent else {rope["rope_type"] for rope in ROPES[:NUM_COMPUTABLE_ROPES]}
         return value is None or (
             value.get("rope_type", value.get("type")) in kinds and "partial_rotary_factor" not in value
         )
-    return name in ACCEPTED_FIELDS or value in _COSMETIC_OR_COMPUTABLE.get(name, ())
+    fields = (ACCEPTED_FIELDS | _LATENT_FIELDS) - _NOT_LATENT_FIELDS if is_latent else ACCEPTED_FIELDS
+    return name in fields or value in _COSMETIC_OR_COMPUTABLE.get(name, ())
 
 
 def single_mutations(config_class: type[PreTrainedConfig]) -> list[Mutation]:

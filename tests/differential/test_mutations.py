@@ -4,16 +4,28 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.differential.compare import REFUSED, SAME, UNJUDGED, assert_same_or_refused, outcome_of
 from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.mutations import Mutation, single_mutations, with_pairs
 from tests.differential.sampling import every
 
-FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+FAMILIES = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "deepseek_v3": DeepseekV3Config,
+    "deepseek_v2": DeepseekV2Config,
+}
 NUM_PAIRS = 80
-_BASE = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8}
+_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+BASES = {
+    **{family: _TOKENS | {"head_dim": 8} for family in ("llama", "qwen3", "qwen3_moe")},
+    "deepseek_v3": _TOKENS | _GROUPS,
+    "deepseek_v2": _TOKENS | _GROUPS | {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+}
 CASES = [
     (family, place, mutation)
     for family, config_class in FAMILIES.items()
@@ -28,7 +40,7 @@ def test_mutation(family, place, mutation, tmp_path, count):
     if problem:
         count("mutations", "transformers builds no such model")
         return
-    accepted = mutation.must_be_accepted(in_file=place == "file")
+    accepted = mutation.must_be_accepted(in_file=place == "file", is_latent=family.startswith("deepseek"))
     outcome = outcome_of(tmp_path / "src", tmp_path / "scratch", names=mutation.names, accepted=accepted)
     count("mutations", outcome.kind)
     # What transformers does not load titan may read in another way, as long as it says no wrong number
@@ -38,7 +50,7 @@ def test_mutation(family, place, mutation, tmp_path, count):
 def _saved_from_object(folder: Path, family: str, mutation: Mutation) -> str:
     """A model of the changed config, saved by transformers; why it makes none, or ""."""
     try:
-        model = tiny_model(tiny_config(family, **_BASE | mutation.values))
+        model = tiny_model(tiny_config(family, **BASES[family] | mutation.values))
         model.save_pretrained(folder)
     except Exception as error:  # a value that its class refuses, of whatever type its error is
         return f"{type(error).__name__}: {error}"
@@ -47,7 +59,7 @@ def _saved_from_object(folder: Path, family: str, mutation: Mutation) -> str:
 
 def _changed_on_disk(folder: Path, family: str, mutation: Mutation) -> str:
     """A plain model whose config.json somebody edited."""
-    tiny_model(tiny_config(family, **_BASE)).save_pretrained(folder)
+    tiny_model(tiny_config(family, **BASES[family])).save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | mutation.values))
     return ""

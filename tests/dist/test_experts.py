@@ -1,6 +1,7 @@
 """Mixtures of experts: any layout trains as one rank does, routes as it does, and moves the biases once per update."""
 
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -43,6 +44,7 @@ from tests.dist.training import (
     _gradients_of_a_step,
     args_of,
     build_model,
+    count_collectives,
     differences_from_seed,
     make_step,
     on_a_fresh_compiler,
@@ -403,6 +405,14 @@ def test_a_rerun_is_bit_equal_in_any_layout(pools, case):
     assert first == again
 
 
+def test_shared_experts_gather_and_sum_with_the_routed_ones(pools):
+    """In forward and backward, where a mixture's backward is not counted: its collectives are not functional ones."""
+    num_layers, num_mixtures = 3, 2
+    both = 2 + 2 * num_layers + 2 * (num_layers - num_mixtures)  # embedding and output; attention; dense layers
+    expected = {"all_gather": both + 3 * num_mixtures, "reduce_scatter": both + num_mixtures}  # tokens, ids and weights
+    assert pools[2].run(count_collectives, Layout("tp 2", 2, {TP: 2}), V3) == [expected] * 2
+
+
 def train_with_nested_experts(layout: Layout, flavor: str) -> dict:
     """Case: training as before torch 2.13, where experts are FSDP modules of their own."""
     kept, expert_shards.SHARDS_WITH_LAYER = expert_shards.SHARDS_WITH_LAYER, False
@@ -565,6 +575,14 @@ def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, 
     assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
     for losses in pools[2].run(runs.first_losses, first, {"dcp": step, "hf": resumed / "export-hf"}):
         assert losses["dcp"] == losses["hf"]  # a run can start from either
+
+    shutil.copytree(whole / "checkpoint" / "step-2", tmp_path / "foreign", ignore=shutil.ignore_patterns("titan_*"))
+    for steps, model_only in ((1, True), (3, False)):
+        start = {"initial_load_path": str(tmp_path / "foreign"), "initial_load_model_only": model_only}
+        dump, same = tmp_path / f"{steps} steps", {"parallelism": {EP: 2}, "training": {"local_batch_size": 1}}
+        config = runs.make_config(data, dump, steps=steps, model=model, checkpoint=start, **same)
+        (error, talk), _ = pools[2].run(runs.run_and_hear, config)
+        assert error == "" and "if torchtitan v0.2.2 trained it, the model computed otherwise" in talk
 
 
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):

@@ -15,30 +15,29 @@ from pathlib import Path
 from time import sleep
 
 import pytest
+import torch
 
-from converters.convert import convert
-from converters.formats.base import OutputOptions
+from converters.api import convert
 from converters.names import JOURNAL
 from converters.verify import verify
-from tests.fp8_folders import write_fp8
+from tests.fp8_folders import read_folder, write_fp8
+from tests.tiny_deepseek import write_mtp
 from tests.tiny_llama import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_POINTS = 20
 
-# argv: work folder, target format, "exchange" | "aside". Prints one JSON line for each point.
+# argv: work folder, arguments of convert, "new" | "exchange" | "aside", number of points. One line of JSON for each.
 KILLER = r"""
 import json, os, shutil, signal, sys, threading
 from pathlib import Path
 import converters.commit as committing
 import converters.engine.copy as copying
 from converters.commit import find_complete
-from converters.convert import convert
-from converters.formats.base import OutputOptions
+from converters.api import convert
 from converters.names import DCP_METADATA, MANIFEST
 
-work, (to, _, quantize), how, num_points = Path(sys.argv[1]), sys.argv[2].partition(" "), sys.argv[3], int(sys.argv[4])
-options = OutputOptions(quantize=quantize or None)
+work, asked, how, num_points = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 copying.BLOCK_BYTES = copying.UNIT_BYTES = 4096
 overwrite = how != "new"
 
@@ -83,7 +82,7 @@ def attempt(dst, at=None, resume=False):
         say = os.fdopen(writer, "w")
         try:
             events = watch(at)
-            report = convert(work / "src", dst, to=to, options=options, resume=resume, overwrite=overwrite)
+            report = convert(work / "src", dst, **asked, resume=resume, overwrite=overwrite)
             json.dump({"events": events, "resumed": report.resumed_bytes, "bytes": report.num_bytes}, say)
         except BaseException as error:
             json.dump({"error": repr(error)}, say)
@@ -164,29 +163,63 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     write_llama(folder / "hf", num_hidden_layers=3, hidden_size=64, intermediate_size=128, rope_scaling=None)
     convert(folder / "hf", folder / "dcp", to="dcp")
-    write_fp8(folder / "fp8", folder / "hf", block=(32, 32))
+    write_mtp(folder / "mtp", dtype="bfloat16", **DEEPSEEK)
+    write_fp8(folder / "fp8", folder / "mtp", files=2)
+    convert(folder / "fp8", folder / "values", to="dcp", mtp="keep")
     return folder
 
 
+# Published shapes where they matter: kv_a has 576 rows, the last block of 64; a dense layer, one of experts and one for
+# multi-token prediction
+DEEPSEEK = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+CASES = {  # source, arguments of convert
+    "dcp": ("hf", {"to": "dcp"}),
+    "hf": ("dcp", {"to": "hf"}),
+    "deepseek to dcp": ("fp8", {"to": "dcp", "mtp": "keep"}),
+    "deepseek to fp8": ("values", {"to": "hf", "mtp": "keep", "quantize": "fp8"}),
+    "deepseek to fp8, kept scales": ("values", {"to": "hf", "mtp": "keep", "quantize": "fp8", "scales_from": "fp8"}),
+}
+
+
 @pytest.mark.parametrize(
-    ("to", "how"),
+    ("case", "how"),
     [
         ("dcp", "new"),
         ("hf", "exchange"),
         ("dcp", "aside"),
         pytest.param("hf", "new", marks=pytest.mark.slow),
-        pytest.param("hf fp8", "new", marks=pytest.mark.slow),
-        pytest.param("dcp from fp8", "new", marks=pytest.mark.slow),
+        pytest.param("deepseek to dcp", "new", marks=pytest.mark.slow),
+        pytest.param("deepseek to fp8", "new", marks=pytest.mark.slow),
+        ("deepseek to fp8, kept scales", "new"),
     ],
 )
-def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(sources, tmp_path, to, how):
+def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(sources, tmp_path, case, how):
     """`aside`: a file system that cannot exchange two names, where a kill can come between two renames."""
-    source = "fp8" if to.endswith("from fp8") else "hf" if to == "dcp" else "dcp"
+    source, asked = CASES[case]
     shutil.copytree(sources / source, tmp_path / "src")
-    to, _, quantize = to.removesuffix(" from fp8").partition(" ")
-    convert(tmp_path / "src", tmp_path / "expected", to=to, options=OutputOptions(quantize=quantize or None))
+    if "scales_from" in asked:
+        asked = asked | {"scales_from": str(sources / asked["scales_from"])}
+    convert(tmp_path / "src", tmp_path / "expected", **asked)
+    if "scales_from" in asked:
+        published, made = (read_folder(folder) for folder in (sources / "fp8", tmp_path / "expected"))
+        assert made.keys() == published.keys() and "model.layers.2.eh_proj.weight" in made
+        assert all(torch.equal(made[n].view(torch.uint8), t.view(torch.uint8)) for n, t in published.items())
+        assert made["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 1)
     done = subprocess.run(
-        [sys.executable, "-P", "-c", KILLER, str(tmp_path), f"{to} {quantize}".strip(), how, str(NUM_POINTS)],
+        [sys.executable, "-P", "-c", KILLER, str(tmp_path), json.dumps(asked), how, str(NUM_POINTS)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

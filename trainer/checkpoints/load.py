@@ -35,6 +35,7 @@ from converters.names import (
     section_of,
 )
 from converters.open import open_checkpoint
+from converters.trained_by import foreign_remark
 from converters.training.optimizer_state import is_number
 from converters.weights import naming_of, open_native
 from trainer.agree import on_each, on_first
@@ -79,7 +80,7 @@ def load_state(
     catalog = open_checkpoint(path)
     _refuse_changed(path, manifest, manifest.files.keys() - small - catalog.tensor_files, group)
     _refuse_damaged_items(catalog, manifest, group)
-    for text in catalog.notes:
+    for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
         note(f"{path}: {text}")
     _refuse_not_resumable(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
@@ -119,7 +120,7 @@ def load_weights(
     """
     with open_native(path, otherwise=info, dequantized="float32") as weights:
         refuse_other_form(weights, path, settings)
-        for text in weights.notes:
+        for text in filter(None, (*weights.notes, foreign_remark(weights.catalog, weights.naming, info))):
             note(f"{path}: {text}")
         manifest = _manifest_of(weights.catalog.root, group)
         _refuse_damaged_items(weights.catalog, manifest, group)

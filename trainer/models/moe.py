@@ -1,4 +1,4 @@
-"""A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x))))`.
+"""A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x)))) + shared(x)`.
 
 The weights of a token's experts multiply their outputs, or what they read (Llama 4). No token is dropped and no row is
 padded. `LocalDispatch` sorts rows by expert; trainer/parallel/expert_parallel.py replaces it where experts are on other
@@ -96,6 +96,10 @@ class Dispatched(NamedTuple):
 class LocalDispatch(nn.Module):
     """Every expert is on this rank: rows are sorted by expert, in token order within an expert."""
 
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """The tokens whose rows are dispatched here, and which shared experts read: those of this rank."""
+        return x_TD
+
     def forward(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Dispatched:
         sorted_R, order_R = ids_TK.flatten().sort(stable=True)
         back_R = torch.empty_like(order_R).scatter(0, order_R, torch.arange(len(order_R), device=order_R.device))
@@ -123,6 +127,10 @@ class LocalDispatch(nn.Module):
     def add_up(self, out_RD: Tensor, dispatched: Dispatched, top_k: int) -> Tensor:
         """The sum over each token's experts, whose rows have been scaled, best first; torch adds in float32."""
         return _by_token(out_RD, dispatched, top_k).sum(dim=1)
+
+    def finish(self, out_TD: Tensor) -> Tensor:
+        """The output of this rank's tokens, from what is computed here of the gathered ones."""
+        return out_TD
 
 
 def _by_token(out_RD: Tensor, dispatched: Dispatched, top_k: int) -> Tensor:
@@ -212,7 +220,10 @@ class MoE(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD, self.expert_bias)
+        x_TD = self.dispatch.gather(x_TD)
         dispatched = self.dispatch(x_TD, ids_TK, len(self.expert_bias))
+        shared_x_BLD = None if self.shared_experts is None else x_TD.view(-1, *x_BLD.shape[1:])
+        del x_TD  # tokens of several ranks are not kept for the routed experts
         if self.load_E is not None:
             weights_TK = _counted(weights_TK, dispatched.ends_E, self.load_E)
         if self.scales_input:
@@ -222,8 +233,9 @@ class MoE(nn.Module):
             out_TD = self.dispatch.add_up(out_RD, dispatched, weights_TK.shape[1])
         else:
             out_TD = self.dispatch.combine(out_RD, dispatched, weights_TK)
-        out_BLD = out_TD.view_as(x_BLD)
-        return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
+        if self.shared_experts is not None:
+            out_TD = out_TD + self.shared_experts(shared_x_BLD).view_as(out_TD)
+        return self.dispatch.finish(out_TD).view_as(x_BLD)
 
 
 @torch.library.custom_op("titan::counted", mutates_args=())

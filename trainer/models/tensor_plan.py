@@ -21,10 +21,11 @@ class TensorStyle(Enum):
     TOKENS = "weights replicated, works on the tokens of sequence shards: [T, D]"
     GATHER_SEQUENCE = "input sequence shards are gathered for the module"
     COLUMNS = "output features here"
-    LATENT_COLUMNS = "reads what a module with GATHER_LATENTS returns; output features here"
+    COLUMNS_OF_GATHERED = "reads tokens that are gathered; output features here, and a part of the input's gradient"
     GATHERED_COLUMNS = "gathers its input, sequence shards; output features here"
     GATHER_LATENTS = "input sequence shards are gathered; each rank has a part of the output's gradient"
     ROWS = "input features here; partial sums become sequence shards"
+    PARTIAL_ROWS = "input features here; returns partial sums"
     LOGITS = "gathers its input; columns of the vocabulary here"
 
 
@@ -38,15 +39,16 @@ _STYLES: Mapping[Role, TensorStyle] = {
     Role.UP_COLUMN: TensorStyle.COLUMNS,
     Role.ROW: TensorStyle.ROWS,
     Role.ROUTER: TensorStyle.TOKENS,
-    Role.LATENT: TensorStyle.SEQUENCE_SHARDS,
-    Role.LATENT_NORM: TensorStyle.SEQUENCE_SHARDS,
+    Role.LATENT: TensorStyle.TOKENS,
+    Role.LATENT_NORM: TensorStyle.TOKENS,
 }
 
 
 def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
     """The style of every module that tensor parallelism touches, and of sinks; a bias follows its weight's.
 
-    Experts have none: `trainer/parallel/expert_parallel.py` distributes them.
+    Experts have none: `trainer/parallel/expert_parallel.py` distributes them, and changes the plan of shared experts
+    where it gathers their tokens.
 
     Latent attention makes its latents of sequence shards, with whole weights, and gathers them: they are a fraction of
     the hidden states. A query that is made of the hidden states themselves gathers those.
@@ -61,7 +63,7 @@ def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
         if parameter.role is Role.COLUMN and parameter.input_group in latent_attentions:
             plan[parameter.module] = TensorStyle.GATHERED_COLUMNS
         elif parameter.role is Role.COLUMN and parameter.module.rpartition(".")[0] in latent_attentions:
-            plan[parameter.module] = TensorStyle.LATENT_COLUMNS
+            plan[parameter.module] = TensorStyle.COLUMNS_OF_GATHERED
         elif parameter.input_group and parameter.input_group not in latent_attentions:
             plan[parameter.input_group] = TensorStyle.GATHER_SEQUENCE
     plan |= {f"{attention}.latents": TensorStyle.GATHER_LATENTS for attention in latent_attentions}

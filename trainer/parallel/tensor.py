@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.embedding import RowsOfVocabulary
-from trainer.parallel.latents import GatherLatents, LatentColumns
+from trainer.parallel.latents import ColumnsOfGathered, GatherLatents
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
@@ -77,13 +77,15 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
             return PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=Replicate())
         case TensorStyle.COLUMNS:
             return ColwiseParallel()
-        case TensorStyle.LATENT_COLUMNS:
-            return LatentColumns()
+        case TensorStyle.COLUMNS_OF_GATHERED:
+            return ColumnsOfGathered()
         case TensorStyle.GATHERED_COLUMNS:
             return ColwiseParallel(input_layouts=_SEQUENCE)
         case TensorStyle.GATHER_LATENTS:
             return GatherLatents(_SEQUENCE)
         case TensorStyle.ROWS:
             return RowwiseParallel(output_layouts=_SEQUENCE)
+        case TensorStyle.PARTIAL_ROWS:
+            return RowwiseParallel(output_layouts=Partial())
         case TensorStyle.LOGITS:
             return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=Shard(-1) if loss_parallel else Replicate())

@@ -1,11 +1,23 @@
 """converters/expressions.py: every node reads any box as numpy would index it, and undoes its inverse."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from converters.catalog import Box, TensorInfo
 from converters.engine.digest import TensorDigest, digest_of_sum, sum_of_rows
-from converters.expressions import AllZeros, HeadRows, Index, Join, Source, Stack, Take, has_halves, source_rows
+from converters.expressions import (
+    AllZeros,
+    HeadRows,
+    Index,
+    Join,
+    Source,
+    Stack,
+    Take,
+    Transpose,
+    has_own_rows,
+    source_rows,
+)
 
 RNG = np.random.default_rng(0)
 STACKED = RNG.standard_normal((12, 6, 5), dtype=np.float32)
@@ -35,6 +47,15 @@ CASES = {
         HeadRows(HeadRows(Source("e0"), 2, to_halves=True), 6, to_halves=False),
         PARTS,
         STACKED[0][[0, 3, 1, 4, 2, 5]],
+    ),
+    "transposed": (Transpose(Source("w")), WHOLE, STACKED.swapaxes(1, 2)),
+    "transposed matrix": (Transpose(Source("e0")), PARTS, STACKED[0].T),
+    "transposed twice": (Transpose(Transpose(Source("w"))), WHOLE, STACKED),
+    "transposed half": (Transpose(Take(Source("w"), 2, 2)), WHOLE, STACKED[:, :, 2:].swapaxes(1, 2)),
+    "join of transposed": (
+        Join((Transpose(Source("w")), Transpose(Source("up"))), 2, (12, 5, 12)),
+        WHOLE,
+        np.concatenate([STACKED, STACKED + 100], 1).swapaxes(1, 2),
     ),
     "zeros": (AllZeros("float32"), PARTS, np.zeros((12, 6), np.float32)),
 }
@@ -99,12 +120,37 @@ def test_a_fused_tensor_has_a_digest_of_its_own_which_sees_exchanged_halves(dim)
     assert fused.hexdigest() == digest_of(np.concatenate(halves, dim)).hexdigest() != swapped.hexdigest()
 
 
-def test_what_has_halves():
-    take = Take(Source("fused"), 1, 3)
+def test_what_has_rows_of_its_own():
+    take, turned = Take(Source("fused"), 1, 3), Transpose(Source("w"))
     found = [
-        has_halves(e) for e in (take, Stack((Source("a"), take)), Index(take, 0, 3), Join((Source("a"),), 0, (1,)))
+        has_own_rows(e)
+        for e in (take, turned, Stack((Source("a"), take)), Index(take, 0, 3), Join((Source("a"),), 0, (1,)))
     ]
     assert all(found)
     assert not any(
-        has_halves(e) for e in (Source("a"), CASES["stack"][0], Index(Source("a"), 0, 3), AllZeros("float32"))
+        has_own_rows(e) for e in (Source("a"), CASES["stack"][0], Index(Source("a"), 0, 3), AllZeros("float32"))
     )
+
+
+def test_large_stacks_are_transposed_in_strips_and_read_once():
+    read = np.zeros((2, 1500, 1100), np.uint8)
+
+    class Watched(Arrays):
+        def read(self, fqn, box):
+            read[box.slices_within(Box.whole(read.shape))] += 1
+            assert box.num_elements <= 1 << 20
+            return super().read(fqn, box)
+
+    stack = RNG.integers(0, 1 << 16, read.shape, np.uint16).view(ml_dtypes.bfloat16)
+    box = Box((0, 3, 1), (2, 1097, 1499))
+    found = Transpose(Source("w")).read(Watched(w=stack), box)
+    expected = stack.swapaxes(1, 2)[box.slices_within(Box.whole((2, 1100, 1500)))]
+    assert found.dtype == stack.dtype and np.array_equal(found.view("u2"), np.ascontiguousarray(expected).view("u2"))
+    assert (read[:, 1:, 3:] == 1).all() and read.sum() == box.num_elements
+
+
+@pytest.mark.parametrize("shape", [(3, 0, 4), (3, 4, 0), (0, 3, 4)])
+def test_empty_stacks_are_transposed(shape):
+    expected = np.zeros(shape, np.float32).swapaxes(1, 2)
+    found = Transpose(Source("w")).read(Arrays(w=np.zeros(shape, np.float32)), Box.whole(expected.shape))
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)

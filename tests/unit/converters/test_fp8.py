@@ -170,6 +170,62 @@ def test_kept_scales_give_the_codes_back():
     assert fp8.saturated(np.float32([463.9, 464.0, 0]), np.float32([1, 1, 0])).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize(("dtype", "smallest"), [("bfloat16", -124), ("float32", -140)])
+def test_kept_scales_give_the_codes_back_down_to_a_limit(dtype, smallest):
+    """Below it, values of the smallest codes are no numbers of `dtype`, and a few codes change."""
+    codes = all_codes(1, 254)
+    for exponent in (smallest - 1, smallest, 0, 118):
+        scales = torch.full((1, 2), 1.25 * 2.0**exponent)
+        values = stored(dequantize(codes, scales, dtype=TORCH[dtype]))
+        amax = fp8.block_amax(values, BLOCK)
+        found = fp8.encode(values, amax, scales.numpy(), BLOCK, exact=np.ones((1, 2), bool))
+        assert np.array_equal(found, bits(codes).reshape(1, 254)) == (exponent >= smallest)
+
+
+def generations(weight: torch.Tensor, num: int, *, ue8m0: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Codes and scales, each quantized from the bfloat16 values of the one before; all are the formula's."""
+    made = []
+    for _ in range(num):
+        values = stored(weight)
+        amax = fp8.block_amax(values, BLOCK)
+        scales = fp8.scales_of(amax, power_of_two=ue8m0)
+        codes = fp8.encode(values, amax, scales, BLOCK, exact=np.full(scales.shape, ue8m0))
+        expected = quantize(weight, ue8m0=ue8m0)
+        assert np.array_equal(codes, bits(expected[0]).reshape(codes.shape))
+        assert np.array_equal(bits(scales), bits(expected[1]))
+        made.append((codes, scales))
+        weight = dequantize(*expected)
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_and_scales_are_stable_from_the_second_generation(dtype):
+    """The first one's scales move by bfloat16's rounding of the largest value, where it was made from float32."""
+    torch.manual_seed(0)
+    weight = (torch.randn(1024, 512) * torch.exp(3 * torch.randn(1024, 1))).to(TORCH[dtype])
+    one, two, three = generations(weight, 3, ue8m0=False)
+    assert np.array_equal(bits(two[1]), bits(three[1])) and np.array_equal(two[0], three[0])
+    assert np.array_equal(one[0], two[0])
+    moved = np.abs(two[1] / one[1] - 1)
+    assert moved.max() <= 2**-8 and (moved.max() == 0) == (dtype == "bfloat16")
+
+
+def test_power_of_two_scales_halve_once_where_the_largest_code_is_224():
+    """All 128 significands of a bfloat16: of those in (224, 232] · 2^n the formula's scale is twice what 224 needs."""
+    largest = torch.zeros(128 * 128, 128)
+    largest[::128, 0] = (torch.arange(128) / 128 + 1) * 2.0**-7
+    one, two, three = generations(largest.bfloat16(), 3, ue8m0=True)
+    assert np.array_equal(bits(two[1]), bits(three[1])) and np.array_equal(two[0], three[0])
+    moved = (one[1] != two[1])[:, 0]
+    codes = one[0][::128, 0].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert moved.sum() == 8 and (codes[moved] == 224).all() and (codes[~moved] > 224).all()
+    assert (one[1][moved] == 2 * two[1][moved]).all()
+    values = [
+        fp8.decode(c.view(ml_dtypes.float8_e4m3fn), s, BLOCK, start=(0, 0), dtype="bfloat16") for c, s in (one, two)
+    ]
+    assert np.array_equal(bits(values[0]), bits(values[1]))
+
+
 def test_zeros_of_both_signs_keep_a_scale_of_zero():
     codes = torch.tensor([[0x00, 0x80] * 64], dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.zeros(1, 1)

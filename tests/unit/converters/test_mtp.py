@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from converters import api
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
@@ -114,6 +115,17 @@ def changed(root, folder, change):
     return folder
 
 
+def test_a_layer_that_config_json_states_and_nobody_has(source, tmp_path):
+    count, root, _ = source
+    folder = changed(root, tmp_path / "src", lambda tensors: None)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": count + 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{count} of {count + 1} layers for multi-token prediction are there"):
+        convert(folder, tmp_path / "dcp", to="dcp", mtp="keep")
+    convert(folder, tmp_path / "dcp", to="dcp", mtp="keep", allow_missing=True)
+    assert read_model_info(tmp_path / "dcp").args.num_mtp_layers == count
+
+
 def test_copies_that_are_not_equal(source, tmp_path):
     _, root, _ = source
 
@@ -205,3 +217,14 @@ def test_the_projection_is_not_quantized(source, tmp_path):
     assert set(names) < set(config["quantization_config"]["modules_to_not_convert"])
     convert(tmp_path / "fp8", tmp_path / "again", to="dcp", mtp="keep")
     assert read_model_info(tmp_path / "again").args.num_mtp_layers == count
+
+
+def test_a_choice_that_is_none_is_refused(source, tmp_path):
+    """In Python, where nothing else checks it: a misspelled "keep" must not drop them."""
+    _, root, _ = source
+    for text, wrong in (("'Keep'", {"mtp": "Keep"}), ("'torchtitan'", {"trained_by": "torchtitan"})):
+        with pytest.raises(ConfigError, match=f"unknown .* {text}"):
+            api.convert(root / "hf", tmp_path / "out", to="dcp", **wrong)
+    assert not (tmp_path / "out").exists()
+    report = api.convert(root / "hf", tmp_path / "out", to="dcp", mtp="keep")
+    assert MTP_REASON not in report.dropped.values()

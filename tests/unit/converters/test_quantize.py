@@ -9,10 +9,10 @@ from converters.accept import accept
 from converters.convert import convert
 from converters.errors import CheckpointError, ConfigError, TitanError
 from converters.formats.base import OutputOptions
+from converters.fp8_encoder import Fp8Encoder
 from converters.inspect import inspect_checkpoint
-from converters.manifest import read_manifest
+from converters.manifest import read_manifest, write_manifest
 from converters.quantization import Fp8Scheme, read_quantization
-from converters.quantize import Fp8Encoder
 from converters.verify import verify
 from converters.weights import open_native
 from tests.fp8_folders import E4M3, dequantize, is_quantized, quantize, read_folder, save, write_fp8
@@ -154,6 +154,21 @@ def test_values_that_outgrow_a_kept_scale_get_a_new_one(plain, tmp_path):
     assert_same(after, before)
 
 
+def test_a_kept_scale_that_is_no_power_of_two_is_replaced_where_the_config_says_they_are(plain, tmp_path):
+    """Readers of `scale_fmt: ue8m0` may keep the exponent alone."""
+    published = write_fp8(tmp_path / "published", plain, ue8m0=True)
+    held = read_folder(published)
+    config = json.loads((published / "config.json").read_text())["quantization_config"]
+    scales = f"{GATE}_scale_inv"
+    held[scales][1, 0] *= 1.5
+    wrong = save(tmp_path / "wrong", held, plain, config)
+    convert(wrong, tmp_path / "dcp", to="dcp")
+    report = out(tmp_path / "dcp", tmp_path / "fp8", "fp8:ue8m0", scales_from=wrong)
+    found = read_folder(tmp_path / "fp8")
+    assert report.moved_scales == 1 and (found[scales] != held[scales]).nonzero().tolist() == [[1, 0]]
+    assert torch.frexp(found[scales]).mantissa.unique().tolist() == [0.5]
+
+
 def test_transformers_dequantizes_it_to_the_same_logits(tmp_path):
     """Where no block is partial: transformers cannot read those. Its own module, because loading needs accelerate."""
     from transformers import AutoModelForCausalLM
@@ -283,3 +298,42 @@ def test_a_dry_run_plans_codes_and_scales(native, tmp_path):
     assert report.num_tensors == 276 and report.num_scales == 494 and not (tmp_path / "x").exists()
     done = out(native, tmp_path / "y")
     assert (report.num_bytes, report.dtypes) == (done.num_bytes, done.dtypes)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept scales", "own scales"])
+def test_scales_that_change_during_the_copy_are_seen_before_the_output_appears(native, tmp_path, monkeypatch, kept):
+    """As late as can be: after every tensor is written."""
+    out(native, tmp_path / "fp8")
+
+    def change_and_write(*arguments, **options):
+        with (tmp_path / "fp8/model.safetensors").open("ab") as file:
+            file.write(b" ")
+        return write_manifest(*arguments, **options)
+
+    monkeypatch.setattr("converters.execute.write_manifest", change_and_write)
+    with pytest.raises(CheckpointError, match=r"fp8/model.safetensors: changed while it was being read"):
+        out(native if kept else tmp_path / "fp8", tmp_path / "x", scales_from=tmp_path / "fp8" if kept else None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8"]
+
+
+def test_damaged_scales_are_not_kept(native, tmp_path):
+    """A kept scale that is twice as large would cost every value of its block a bit."""
+    out(native, tmp_path / "fp8")
+    path = tmp_path / "fp8/model.safetensors"
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little") + header[f"{GATE}_scale_inv"]["data_offsets"][0]
+    data[start + 2] ^= 0x80  # the last bit of an exponent
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"changed or damaged") as caught:
+        out(native, tmp_path / "x", scales_from=tmp_path / "fp8")
+    assert f"{GATE}_scale_inv" in caught.value.message and not (tmp_path / "x").exists()
+
+
+def test_the_folder_of_the_scales_is_not_replaced(native, tmp_path):
+    out(native, tmp_path / "fp8")
+    before = (tmp_path / "fp8/model.safetensors").read_bytes()
+    for dst in (tmp_path / "fp8", tmp_path / "fp8" / "inside"):
+        with pytest.raises(CheckpointError, match=r"is the source itself|one is inside the other"):
+            out(native, dst, scales_from=tmp_path / "fp8", overwrite=True)
+    assert (tmp_path / "fp8/model.safetensors").read_bytes() == before

@@ -146,6 +146,10 @@ BROKEN = {
         _set("model.norm.weight_scale_inv", torch.ones(1, 1)),
         "scales      model.norm.weight_scale_inv  model.norm.weight is bfloat16, which needs none",
     ),
+    "two of one weight": (
+        _set(Q.replace("weight", "scale"), torch.ones(1, 2)),
+        f"scales      {SCALE}  {Q} has {Q.replace('weight', 'scale')}, too",
+    ),
     "of nothing": (_set("model.x.weight_scale_inv", torch.ones(1, 1)), "there is no model.x.weight"),
     "weight missing": (_drop(Q), f"scales      {SCALE}  there is no {Q}"),
     "shape": (_set(SCALE, torch.ones(2, 2)), f"shape       {SCALE}  is [2, 2], should be [1, 2]"),
@@ -234,7 +238,7 @@ def test_codes_that_are_nan_are_counted_and_refused(fp8, tmp_path):
 
 BAD_CONFIGS = {
     "method": ({"quant_method": "gptq"}, "quant_method 'gptq'"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
+    "mxfp4": ({"quant_method": "mxfp4"}, "weight_block_size = [128, 128]"),
     "static": ({"activation_scheme": "static"}, "activation_scheme = 'static'"),
     "format": ({"fmt": "e5m2"}, "fmt = 'e5m2'"),
     "no blocks": ({"weight_block_size": None}, "weight_block_size = None"),

@@ -189,8 +189,9 @@ def _attend_as_flex(
     out_BCNH, sums_BNC = attend(q_BCNH, k_BEKH, v_BEKH, mask, None, module.window, scale)
     if sinks_N is None:
         return out_BCNH
-    shares_BNC1: Tensor = (sums_BNC - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
-    return out_BCNH * shares_BNC1.transpose(1, 2).type_as(out_BCNH)
+    shares_BNC1 = (sums_BNC - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
+    scaled_BCNH: Tensor = out_BCNH * shares_BNC1.transpose(1, 2).type_as(out_BCNH)
+    return scaled_BCNH
 
 
 def _as_they_are(*tensors: Tensor) -> list[Tensor]:

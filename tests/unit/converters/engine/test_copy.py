@@ -19,9 +19,8 @@ from converters.catalog import Box, TensorInfo
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
 from converters.engine.casts import count_non_finite
-from converters.engine.copy import copy_tensors, whole_row_units
+from converters.engine.copy import MOST_BYTES, copy_tensors, whole_row_units
 from converters.engine.digest import TensorDigest
-from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, UnsupportedError
 from converters.expressions import HeadRows, Source
 from converters.manifest import check_files

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -29,11 +30,13 @@ from converters.errors import TitanError
 from converters.families.hf_config import (
     DEEPSEEK_V2_FIELDS,
     DEEPSEEK_V3_FIELDS,
+    GPT_OSS_FIELDS,
     LLAMA_FIELDS,
     QWEN3_FIELDS,
     QWEN3_MOE_FIELDS,
 )
 from converters.weights import open_native
+from tests import tiny_gpt_oss
 from tests.tiny_deepseek import native_logits
 from titan_tools.infer.model.load import load_model
 
@@ -42,12 +45,14 @@ CLASSES = {
     "qwen3": Qwen3Config,
     "deepseek_v3": DeepseekV3Config,
     "deepseek_v2": DeepseekV2Config,
+    "gpt_oss": GptOssConfig,
 }
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 NUM_TOKENS = 40
 ABSENT = "<absent>"  # a file without the key
@@ -84,6 +89,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3": BASE,
     "deepseek_v3": _LATENT,
     "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
+    "gpt_oss": BASE | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
@@ -161,6 +167,9 @@ OTHER_KEYS: dict[str, list[Any]] = {
     "moe_layer_freq": [1, 2],
     "index_topk": [8],
     "num_local_experts": [6],
+    "experts_per_token": [3, 2],
+    "initial_context_length": [16, 4096],
+    "swiglu_alpha": [1.702, 1.0],
     "num_nextn_predict_layers": [0, 1],
     "my_own_key": ["kept"],
 }
@@ -177,6 +186,7 @@ SPECIAL: dict[str, list[Any]] = {
         ["full_attention"] * 2,
         ["attention"] * 2,
         ["full_attention", "sliding_attention"],
+        ["sliding_attention", "full_attention"],
         ["full_attention"] * 3,
         ["chunked_attention"] * 2,
         ["linear_attention"] * 2,
@@ -229,6 +239,8 @@ def accepted(name: str) -> list[str]:
     """Changes that must be read: all that titan's model computes."""
     if name.startswith("deepseek"):
         return _accepted_latent(name)
+    if name == "gpt_oss":
+        return _ACCEPTED_GPT_OSS
     must = [f"rope_scaling: {said}" for said in ROPES]
     must += [f"rope_scaling beside rope_parameters: {said}" for said in ROPES]
     must += [f"rope_parameters = { ({'rope_theta': 5e3} | rope)!r}" for rope in ROPES.values()]
@@ -254,6 +266,22 @@ def accepted(name: str) -> list[str]:
         must += ["layer_types = ['full_attention', 'full_attention']", "max_window_layers = 1", "sliding_window = 16"]
         must += ["mlp_bias = True"]  # no field of this class, so it has no effect
     return must
+
+
+_ACCEPTED_GPT_OSS = [
+    *(f"rope_scaling: {said}" for said in ROPES),
+    *(f"rope_parameters = { ({'rope_theta': 5e3} | rope)!r}" for rope in ROPES.values()),
+    *(f"rope_parameters, theta outside, 5.2.0: {said}" for said in ROPES),
+    *(f"rope_scaling beside rope_parameters: {said}" for said in ROPES),
+    *("rms_norm_eps = 0.25", "rope_theta = 5000.0", "tie_word_embeddings = True", "hidden_act = 'swish'"),
+    *("num_local_experts = 16", "num_experts_per_tok = 1", "num_experts_per_tok = 6", "experts_per_token = 3"),
+    *("swiglu_limit = 0.25", "swiglu_alpha = 1.702", "initial_context_length = 4096", "sliding_window = 3"),
+    *("attention_bias = False", "layer_types = ['full_attention', 'full_attention']"),
+    *("layer_types = ['full_attention', 'sliding_attention']", "num_hidden_layers = 3", "vocab_size = 33"),
+    *("intermediate_size = 33", "head_dim = 16", "num_key_value_heads = 1", "router_aux_loss_coef = 0.25"),
+    *("no num_local_experts", "no num_experts_per_tok", "no sliding_window", "no head_dim", "no rms_norm_eps"),
+    *("no architectures", "no model_type", "my_own_key = 'kept'", "output_router_logits = True"),
+]
 
 
 def _accepted_latent(name: str) -> list[str]:
@@ -304,7 +332,7 @@ def logits_of_transformers(folder: Path, name: str, tokens: torch.Tensor, dtype:
     if "model_type" not in json.loads((folder / "config.json").read_text()):
         auto = auto._model_mapping[CLASSES[name]]
     # of experts: grouped products need aligned sizes, and do not take float64
-    experts = {"experts_implementation": "eager"} if name.startswith("deepseek") else {}
+    experts = {"experts_implementation": "eager"} if name.startswith(("deepseek", "gpt_oss")) else {}
     model = auto.from_pretrained(folder, dtype=dtype, **experts).eval()
     with torch.no_grad():  # the last token as decoding computes it: some keys change the cache alone
         if tokens.shape[1] == 1:
@@ -319,6 +347,9 @@ def logits_of_titan(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         if weights.info.family == "deepseek_v3":  # its numbers and native weights in the papers' formulas
             arrays = {fqn: weights.read(fqn) for fqn in weights.tensors}
             return native_logits(arrays, tokens[0], weights.info.args).float()
+        if weights.info.family == "gpt_oss":
+            arrays = {fqn: weights.read(fqn) for fqn in weights.tensors}
+            return tiny_gpt_oss.native_logits(arrays, tokens[0], weights.info.args).float()
         device = torch.device("cpu")
         model = load_model(weights.source, weights.info, dtype=torch.float32, device=device, fused=False, packed=False)
         with torch.no_grad():
@@ -369,6 +400,7 @@ def check(tmp_path: Path, name: str, chosen: dict[str, dict[str, Any]]) -> dict[
         (Qwen3MoeConfig, QWEN3_MOE_FIELDS),
         (DeepseekV3Config, DEEPSEEK_V3_FIELDS),
         (DeepseekV2Config, DEEPSEEK_V2_FIELDS),
+        (GptOssConfig, GPT_OSS_FIELDS),
     ],
 )
 def test_every_field_of_the_class_is_classified(config_class, listed):

@@ -97,9 +97,9 @@ def test_the_cache_holds_one_latent_and_one_rotated_key_per_token(v3, rows):
     engine = Engine(model, rows=rows, room=64)
     (one,) = {layer.keys_RKTH.shape for layer in engine._cache.layers}
     assert one == (rows, 1, 64, numbers["kv_lora_rank"] + numbers["qk_rope_head_dim"])
-    assert model.bytes_per_cached_token == 4 * numbers["num_hidden_layers"] * one[-1]
+    assert model.cache_bytes(64) == 64 * 4 * numbers["num_hidden_layers"] * one[-1]
     num_bytes = sum(t.nbytes for layer in engine._cache.layers for t in layer.tensors)
-    assert num_bytes == rows * 64 * model.bytes_per_cached_token
+    assert num_bytes == rows * model.cache_bytes(64)
 
 
 def test_decode_steps_make_no_keys_of_earlier_tokens(v3, monkeypatch):

@@ -26,6 +26,7 @@ from trainer.gpus import GPUS
 from trainer.job import Job, resolve
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
+from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -218,6 +219,7 @@ def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(m
     assert len(compiled) == 2
 
 
+@pytest.mark.skipif(not SHARDS_WITH_LAYER, reason="this torch does not compile layers with expert parallelism")
 @pytest.mark.parametrize("degrees", [{}, pytest.param(TP, marks=pytest.mark.slow)], ids=["ep", "ep, tp"])
 def test_ranks_of_a_pipeline_share_a_compiled_layer_with_experts(degrees):
     """The group of a rank's experts has another name in each stage of the pipeline."""

@@ -1,0 +1,58 @@
+"""Quantize matrices to float8 while they are copied (see engine/encoder.py)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from converters.catalog import Box
+from converters.dtypes import numpy_dtype
+from converters.engine.encoder import Encoded
+from converters.fp8 import block_amax, decode, encode, saturated, scales_of
+from converters.quantization import CODES, Fp8Scheme
+
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Encoder:
+    """Quantizes one matrix (see engine/encoder.py)."""
+
+    scales: str  # name of the tensor of scales
+    scheme: Fp8Scheme
+    digest_dtype: str  # of the values that a reader gets
+    scale_dtype: str = "float32"
+    known: Callable[[Box], _Array] | None = None  # scales that another copy of the weights has
+    keeps_known: bool = False  # use them, but where values have outgrown them
+
+    @property
+    def rows(self) -> int:
+        return self.scheme.block[0]
+
+    def encode(self, box: Box, values: _Array) -> Encoded:
+        """Codes and scales of `values`; not of values that are infinite or NaN, which the caller counts."""
+        block = self.scheme.block
+        with np.errstate(over="ignore", invalid="ignore"):
+            amax = block_amax(values, block)
+            scales = scales_of(amax, power_of_two=self.scheme.power_of_two).astype(numpy_dtype(self.scale_dtype))
+            first = (box.offsets[0] // block[0], box.offsets[1] // block[1])
+            place = Box(first, (scales.shape[0], scales.shape[1]))
+            num_moved, is_exact = 0, self.scheme.power_of_two or self.scale_dtype != "float32"
+            exact = np.full(scales.shape, is_exact)
+            if self.known is not None:
+                known = self.known(place)
+                wide = known.astype(np.float32)
+                if self.keeps_known:
+                    fits = (np.isfinite(wide) & (wide >= 0)) & ~saturated(amax, wide)
+                    if self.scheme.power_of_two:
+                        fits &= np.isin(np.frexp(wide)[0], (0, 0.5))
+                    scales, exact = np.where(fits, known, scales), exact | fits
+                num_moved = int(np.count_nonzero(scales.astype(np.float32) != wide))
+            codes = encode(values, amax, scales.astype(np.float32), block, exact=exact)
+            return Encoded(codes, box, scales, place, num_moved)
+
+    def values_of(self, encoded: Encoded, box: Box) -> _Array:
+        start = (box.offsets[0], box.offsets[1])
+        codes = encoded.codes.view(numpy_dtype(CODES))
+        return decode(codes, encoded.scales, self.scheme.block, start=start, dtype=self.digest_dtype)

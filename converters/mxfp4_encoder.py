@@ -1,0 +1,59 @@
+"""Quantize tensors to mxfp4 while they are copied (see engine/encoder.py)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from converters.catalog import Box
+from converters.engine.encoder import Encoded
+from converters.mxfp4 import (
+    BLOCK,
+    LARGEST,
+    block_amax,
+    decode,
+    encode,
+    scale_values,
+    scales_rounded_down,
+    scales_rounded_up,
+)
+from converters.mxfp4_scheme import Mxfp4Scheme
+
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Encoder:
+    """Quantizes one tensor [..., columns]; `known` scales are compared, or kept where no value has outgrown them."""
+
+    scales: str  # name of the tensor of scales
+    scheme: Mxfp4Scheme
+    digest_dtype: str  # of the values that a reader gets
+    scale_dtype: str = "uint8"
+    known: Callable[[Box], _Array] | None = None  # scales that another copy of the weights has
+    keeps_known: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 1
+
+    def encode(self, box: Box, values: _Array) -> Encoded:
+        """Codes and scales of `values`; not of values that are infinite or NaN, which the caller counts."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            amax = block_amax(values)
+            scales = scales_rounded_up(amax) if self.scheme.rounds_up else scales_rounded_down(amax)
+            (*lead, column), (*counts, columns) = box.offsets, box.sizes
+            place = Box((*lead, column // BLOCK), (*counts, columns // BLOCK))
+            num_moved = 0
+            if self.known is not None:
+                known = self.known(place)
+                if self.keeps_known:
+                    scales = np.where(amax <= np.float32(LARGEST) * scale_values(known), known, scales)
+                num_moved = int(np.count_nonzero(scales != known))
+            codes = encode(values, scales)
+            codes_place = Box((*place.offsets, 0), codes.shape)
+            return Encoded(codes, codes_place, scales, place, num_moved)
+
+    def values_of(self, encoded: Encoded, box: Box) -> _Array:
+        return decode(encoded.codes, encoded.scales, self.digest_dtype)
