@@ -113,6 +113,20 @@ def test_so_do_the_last_queries(kind):
         torch.testing.assert_close(found, expected)
 
 
+def test_in_bf16_it_is_as_exact_as_its_inputs():
+    """As context ranks on a CPU compute it."""
+    kind, given = GroupedQuery(window=8, has_sinks=True), inputs(dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = (
+        masked(PerDocumentAttention, kind, DOCUMENTS, given),
+        by_hand(*exact, sees(kind, DOCUMENTS), has_sinks=True, scale=0.5),
+    )
+    upstream = torch.randn_like(found)
+    ours, theirs = torch.autograd.grad(found, given, upstream), torch.autograd.grad(expected, exact, upstream.double())
+    for mine, other in zip((found, *ours), (expected, *theirs), strict=True):
+        assert mine.dtype == torch.bfloat16 and (mine - other).norm() <= 2**-7 * other.norm()
+
+
 def test_chunks_of_positions_that_do_not_restart():
     """torchtitan v0.2.2's meaning of documents, which `training.document_mask = eos` has."""
     kind, given = GroupedQuery(chunk=24), inputs()
