@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from converters.families.registry import get_family
 from tests.dist.training import Layout, args_of
@@ -12,7 +14,7 @@ from tests.unit.titan_tools.memory.formula.test_layout import held_bytes
 from titan_tools.memory.constants import PARTS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, Trace
-from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.kernels import Kernels, use_kernels
 from trainer.job import Job, resolve, samples_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -248,3 +250,11 @@ def test_every_block_has_a_part(layout, flavor, rank):
         assert parts["all_gather"] > 0
         assert parts["reduce_scatter"] > 0
     assert (parts["pipeline_buffers"] > 0) == (dims.pp > 1)
+
+
+def test_a_fused_norm_without_a_weight_has_a_gradient_of_its_input_only():
+    """Llama 4's of q and k."""
+    x = torch.randn(3, 4, requires_grad=True)
+    with use_kernels(Kernels(norm="fused")):
+        F.rms_norm(x, (4,), eps=1e-5).sum().backward()
+    assert x.grad.shape == x.shape
