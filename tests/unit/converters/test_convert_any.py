@@ -53,13 +53,6 @@ MOE = {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [3],
 }
-LLAMA4 = {
-    "head_dim": 8,
-    "intermediate_size_mlp": 120,
-    "num_local_experts": 12,
-    "interleave_moe_layer_step": 2,
-    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
-}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 12,
@@ -87,6 +80,13 @@ V3 = {
     "num_mtp_layers": 0,
 }
 V2 = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "topk_method": "group_limited_greedy"}
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 120,
+    "num_local_experts": 12,
+    "interleave_moe_layer_step": 2,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+}
 MODELS = {
     "untied": (LlamaConfig, LlamaForCausalLM, LLAMA),
     "tied": (LlamaConfig, LlamaForCausalLM, LLAMA | {"tie_word_embeddings": True}),
@@ -95,9 +95,9 @@ MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, QWEN),
     "qwen3 tied": (Qwen3Config, Qwen3ForCausalLM, QWEN | {"tie_word_embeddings": True}),
     "qwen3 moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN | MOE),
-    "llama4": (Llama4TextConfig, Llama4ForCausalLM, LLAMA4),
     "deepseek v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT | V3),
     "deepseek v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | V2),
+    "llama4": (Llama4TextConfig, Llama4ForCausalLM, LLAMA4),
 }
 FORMATS = {
     "dcp": ("dcp", "out", OutputOptions()),
@@ -118,9 +118,9 @@ REFUSED = {  # (model, format written) → why; torchtune and Meta's code build 
     ("qwen3", "meta"): "Meta's format has no qwen3 models",
     ("qwen3 tied", "meta"): "Meta's format has no qwen3 models",
     ("qwen3 moe", "meta"): "Meta's format has no qwen3 models",
-    **{(model, "torchtune"): "torchtune 0.6.1" for model in _NOT_TORCHTUNES},
     **{(f"deepseek v{n}", "meta"): "Meta's format has no deepseek_v3 models" for n in (2, 3)},
     **{(f"deepseek v{n}", "torchtune"): "torchtune 0.6.1" for n in (2, 3)},
+    **{(model, "torchtune"): "torchtune 0.6.1" for model in _NOT_TORCHTUNES},
 }
 TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.stack([torch.arange(24), 20_000 + torch.arange(24)])  # near, and far where RoPE's scaling shows
