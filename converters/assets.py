@@ -50,9 +50,9 @@ TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL)
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for all but the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
-# Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
-# end a generation: a base model never generates the last two.
-_LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+# Llama 3's and 4's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all
+# of them end a generation: a base model generates only the first.
+_LLAMA_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>")
 
 
 _READERS = {"meta": "Meta's code", "torchtune": "torchtune"}
@@ -135,7 +135,7 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
             num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
             special = special_tokens_after(num_ranks, vocab_size=vocab_size)
             id_of = {token: num_ranks + i for i, token in enumerate(special)}
-        ends = [id_of[token] for token in _LLAMA3_ENDS if token in id_of]
+        ends = [id_of[token] for token in _LLAMA_ENDS if token in id_of]
         return {"bos_token_id": id_of[BEGIN], "eos_token_id": ends} if ends and BEGIN in id_of else {}
     if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
         return model.token_ids()

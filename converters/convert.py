@@ -14,14 +14,20 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, no_progress
+from converters.expressions import TRANSPOSED_ROWS
+from converters.families.registry import get_family
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
 from converters.mtp import check_repeats, describe_mtp
+from converters.multimodal import describe_extras, require_extras
 from converters.namings import is_named
 from converters.needs import (
     COPY_BYTES_PER_SEC,
     DEQUANTIZE_BYTES_PER_SEC,
     QUANTIZE_BYTES_PER_SEC,
+    TRANSPOSE_BYTES_PER_SEC,
+    TRANSPOSING_WORKER_BYTES,
+    WORKER_BYTES,
     Needs,
     estimate_needs,
 )
@@ -32,7 +38,7 @@ from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
 from converters.trained_by import TRAINED_BY, apply_trained_by
-from converters.weights import DEQUANTIZED, NativeWeights, native_weights
+from converters.weights import DEQUANTIZED, NativeWeights, native_weights, without_outer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ def convert(
     allow_extra: bool = False,
     allow_nonfinite: bool = False,
     mtp: str = "drop",
+    keep_extra: bool | None = None,
     trained_by: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
@@ -101,7 +108,9 @@ def convert(
     `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A `dry_run` stops
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
     written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
-    `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
+    `keep_extra`: keep the tensors, files and fields of config.json that a multimodal checkpoint has beside its text
+    model; None: if the source is titan's own. `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then
+    nothing was written.
     """
     output = get_format(to)
     options = output.completed(options)
@@ -128,13 +137,16 @@ def convert(
             allow_missing=allow_missing,
             allow_extra=allow_extra,
             keep_mtp=mtp == "keep",
+            keep_extra=keep_extra,
             dequantized=_dequantized(dtype),
         ) as opened,
         opened_scales(
             options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
         ) as scales_from,
     ):
-        weights, trained = apply_trained_by(opened, trained_by)
+        if keep_extra:
+            require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
+        weights, trained = apply_trained_by(opened if opened.extras else without_outer(opened), trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
             raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)
@@ -153,6 +165,7 @@ def convert(
                 workers=workers,
                 carried=carried,
                 worker_bytes_per_sec=_worker_rate(weights, plan),
+                worker_bytes=TRANSPOSING_WORKER_BYTES if _transposes(weights, plan) else WORKER_BYTES,
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
@@ -216,6 +229,7 @@ def convert(
                 [
                     _describe_long_files(plan.target.file_bytes, options.shard_bytes),
                     describe_mtp(weights.num_mtp_layers, plan.dropped),
+                    describe_extras(plan.dropped, catalog.tensors),
                     unchecked_remark(catalog, vouched),
                     *remarks,
                     *catalog.notes,
@@ -259,7 +273,15 @@ def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:
     """Bytes that a thread writes per second."""
     if plan.quantization:
         return QUANTIZE_BYTES_PER_SEC
+    if _transposes(weights, plan):
+        return TRANSPOSE_BYTES_PER_SEC
     return DEQUANTIZE_BYTES_PER_SEC if weights.quantized else COPY_BYTES_PER_SEC
+
+
+def _transposes(weights: NativeWeights, plan: ConversionPlan) -> bool:
+    """Whether large matrices are transposed on the way."""
+    read = (*weights.source.expressions.values(), *plan.contents.view.expressions.values())
+    return any(made.rows_together >= TRANSPOSED_ROWS for made in read)
 
 
 def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:

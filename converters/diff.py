@@ -15,7 +15,7 @@ from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
-from converters.expressions import HeadRows
+from converters.expressions import HeadRows, Source, Transpose
 from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fold import number_ranges
@@ -76,6 +76,7 @@ class _Side:
 
     catalog: Catalog
     weights: TensorSource
+    extras: tuple[str, ...]  # of the weights: beside the text model of a multimodal checkpoint
     info: ModelInfo | None
     sections: CatalogReader  # everything but the weights
 
@@ -96,6 +97,8 @@ def diff(
         for section in sorted(sections[0].keys() ^ sections[1].keys()):
             not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
         not_compared |= dict.fromkeys(_lacking(one) & _lacking(other), "in neither")
+        if bool(one.extras) != bool(other.extras):
+            not_compared |= _leave_out(one if one.extras else other, f"only in {'A' if one.extras else 'B'}")
         both = sections[0].keys() & sections[1].keys()
         pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
         pairs = [(one.weights, other.weights, one.info or other.info)]
@@ -114,6 +117,14 @@ def diff(
     return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared, tuple(notes), remarks)
 
 
+def _leave_out(side: _Side, why: str) -> dict[str, str]:
+    """Compare `side` without its tensors beside the text model; their modules → why."""
+    tensors = {name: info for name, info in side.weights.tensors.items() if name not in side.extras}
+    assert isinstance(side.weights, View)
+    side.weights = replace(side.weights, tensors=tensors)
+    return dict.fromkeys((name.partition(".")[0] for name in side.extras), why)
+
+
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     catalogs = [open_checkpoint(a), open_checkpoint(b)]
     says = [describes_model(catalog.root) for catalog in catalogs]
@@ -125,16 +136,17 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
             # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
             partial = manifest_of(catalog) is not None
             opened = stack.enter_context(
-                native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True)
+                native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True, keep_extra=True)
             )
             weights: TensorSource = opened.source
+            extras = opened.extras
             info: ModelInfo | None = opened.info
         else:
-            weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
+            weights, info, extras = stack.enter_context(CatalogReader(model_part(catalog))), None, ()
         inside = model_part(catalog).tensors
         others = {n: t for n, t in catalog.tensors.items() if n not in inside}
         sides.append(
-            _Side(catalog, weights, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
+            _Side(catalog, weights, extras, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
         )
     return sides[0], sides[1]
 
@@ -198,8 +210,8 @@ def _compare_sources(
             present = (b if x is None else a).tensors[name]
             differences.append(Difference(name, f"only in {there}", f"{present.dtype} {list(present.shape)}"))
         elif x.shape != y.shape:
-            transposed = x.dtype == y.dtype and x.shape == y.shape[::-1] and len(x.shape) == 2
-            reason = "equal after a transpose; " if transposed and _same_bits(_Transposed(a), b, name) else ""
+            transposed = x.dtype == y.dtype and len(x.shape) > 1 and x.shape == (*y.shape[:-2], *y.shape[:-3:-1])
+            reason = "equal after a transpose; " if transposed and _same_bits(_transposed(a, name), b, name) else ""
             differences.append(Difference(name, "shape", f"{reason}{list(x.shape)} in A, {list(y.shape)} in B"))
         elif gap := measure_gap(a, b, name, advance):
             differences.append(_describe(a, b, name, gap, info))
@@ -249,7 +261,7 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
             if permuted is not None and _same_bits(permuted, y, name):
                 return "equal after the RoPE permutation: one was permuted once too often, or not at all"
     shape = a.tensors[name].shape
-    if len(shape) == 2 and shape[0] == shape[1] and _same_bits(_Transposed(a), b, name):
+    if len(shape) > 1 and shape[-1] == shape[-2] and _same_bits(_transposed(a, name), b, name):
         return "equal after a transpose"
     return ""
 
@@ -282,18 +294,12 @@ class _Reordered:
         return np.concatenate(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Transposed:
-    """A source whose matrices are read transposed."""
-
-    source: TensorSource
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {n: TensorInfo(info.dtype, info.shape[::-1]) for n, info in self.source.tensors.items()}
-
-    def read(self, fqn: str, box: Box) -> np.ndarray:
-        return self.source.read(fqn, Box(box.offsets[::-1], box.sizes[::-1])).T
+def _transposed(source: TensorSource, name: str) -> TensorSource:
+    """`name` with its last two dims exchanged."""
+    info = source.tensors[name]
+    *lead, rows, columns = info.shape
+    turned = TensorInfo(info.dtype, (*lead, columns, rows))
+    return View(source, {name: turned}, {name: Transpose(Source(name))}, Ledger({name: (name,)}))
 
 
 def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:

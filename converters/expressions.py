@@ -230,6 +230,7 @@ class Join:
         return replace(self, parts=tuple(part.renamed(rename) for part in self.parts))
 
 
+TRANSPOSED_ROWS = 1024  # that are read together, so that runs of the part are 2 KiB and longer
 _AT_ONCE = 1 << 20  # elements of a part that is transposed: a box needs a few MiB besides itself
 _STRIP_BYTES = 128  # of a row that is written at once: whole cache lines. 2.4 GB/s instead of 0.2 without strips
 
@@ -246,7 +247,7 @@ class Transpose:
 
     @property
     def rows_together(self) -> int:
-        return 1024  # elements of the part that lie together: reads of 2 KiB and more
+        return TRANSPOSED_ROWS
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         (*lead, first_row, first_column), (*counts, rows, columns) = box.offsets, box.sizes

@@ -20,6 +20,7 @@ from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, describes_model
 from converters.mtp import num_mtp_layers
 from converters.names import OPTIMIZER
+from converters.namings import is_named
 from converters.open import open_checkpoint
 from converters.quantized_tensors import QuantizedTensors
 from converters.weights import model_part, naming_of, quantized_tensors
@@ -140,6 +141,9 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
     ]
     if mtp := num_mtp_layers(weights.tensors, get_family(info.family), naming, info.args):
         latent.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
+    if of := get_family(info.family).multimodal:
+        beside = sum(is_named(name, of.extras) for name in weights.tensors)
+        latent += [f"{beside:,} tensors beside the text model"] if beside else []
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
     found = {
         "q/k norms": has_head_norms,

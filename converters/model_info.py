@@ -32,6 +32,7 @@ from converters.hf_fields import (
 )
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args, check_blocks
+from converters.multimodal import OUTER, find_files, joined_config, split_config
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
 from converters.quantization import KEY, Scheme, quantization_config, read_quantization
 
@@ -50,6 +51,7 @@ class ModelInfo:
         default_factory=dict
     )  # bos_token_id, eos_token_id (one or several), pad_token_id
     untranslated: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that `args` does not hold
+    outer: Mapping[str, Any] = field(default_factory=dict)  # and those around a multimodal model's text part
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
     stated_mtp_layers: int = field(default=0, compare=False)  # the weights may have fewer
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
@@ -82,17 +84,19 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     assets = find_assets(folder)
     config: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}
+    outer: dict[str, Any] = {}
     quantization: Scheme | None = None
     model_file = find_model_file(folder)
     described_by = model_file.name if model_file else None
     refuse_links_out(folder, [*assets.values(), *([folder / described_by] if described_by else [])])
     shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
     if described_by == MODEL_INFO:
-        family, args, untranslated = _from_titan(folder / MODEL_INFO)
+        family, args, untranslated, outer = _from_titan(folder / MODEL_INFO)
         _refuse_other_numbers(folder, args, shapes)
     elif described_by == HF_CONFIG:
         with _naming_folder(folder):
-            config = dict(as_hf_config(read_json(folder / HF_CONFIG)))
+            text, outer = split_config(read_json(folder / HF_CONFIG))
+            config = dict(as_hf_config(text))
             family, args = read_hf_config(config)
             quantization = read_quantization(config)
     elif described_by == META_PARAMS:
@@ -117,9 +121,12 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     return ModelInfo(
         family.name,
         args,
-        assets | find_documents(folder),
+        assets
+        | find_documents(folder)
+        | (find_files(folder, family.multimodal) if outer and family.multimodal else {}),
         ids,
         untranslated,
+        outer,
         stated_dtype=read_stated_dtype(config),
         stated_mtp_layers=config.get("num_nextn_predict_layers", 0) or getattr(args, "num_mtp_layers", 0),
         remarks=tuple(remarks),
@@ -134,7 +141,8 @@ def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tu
             continue
         content = read_json(folder / name)
         with _naming_folder(folder):
-            found = read_hf_config(content)[1] if name == HF_CONFIG else read_meta_params(content, shapes)[1]
+            is_hf = name == HF_CONFIG
+            found = read_hf_config(split_config(content)[0])[1] if is_hf else read_meta_params(content, shapes)[1]
         theirs, ours = _stated(found, name), _stated(args, name)
         if odd := [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]:
             raise CheckpointError(
@@ -181,7 +189,8 @@ def _naming_folder(folder: Path) -> Iterator[None]:
 def write_model_info(folder: Path, info: ModelInfo) -> None:
     """Write titan_model.json: family, numbers, and the other fields of config.json."""
     content = {"family": info.family, "args": args_to_json(info.args)}
-    write_json(folder / MODEL_INFO, content | ({UNTRANSLATED: dict(info.untranslated)} if info.untranslated else {}))
+    more = {UNTRANSLATED: dict(info.untranslated), OUTER: dict(info.outer)}
+    write_json(folder / MODEL_INFO, content | {key: value for key, value in more.items() if value})
 
 
 def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: Scheme | None = None) -> None:
@@ -189,10 +198,16 @@ def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: 
 
     `quantization`: of the weights that it describes; `info` says how its source was quantized.
     """
-    fields = fields_to_write(get_family(info.family).hf_config(info.args), info.untranslated)
+    family = get_family(info.family)
+    fields = fields_to_write(family.hf_config(info.args), info.untranslated)
     own_ids = {key: fields.pop(key) for key in TOKEN_IDS if key in fields}
     quantized = {} if quantization is None else {KEY: quantization_config(quantization)}
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    if info.outer and family.multimodal:
+        text = fields | dict(info.token_ids) | own_ids
+        whole = joined_config(text, info.outer, family.multimodal, info.args, dtype=dtype)
+        write_json(folder / HF_CONFIG, whole | quantized)
+        return
     write_json(folder / HF_CONFIG, fields | quantized | dtypes | dict(info.token_ids) | own_ids)
 
 
@@ -209,7 +224,7 @@ def write_meta_params(folder: Path, info: ModelInfo) -> None:
     write_json(folder / META_PARAMS, meta_params(info))
 
 
-def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any]]:
+def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any], dict[str, Any]]:
     content = read_json(path)
     name, numbers = content.get("family"), content.get("args")
     if not isinstance(name, str) or not isinstance(numbers, dict):
@@ -236,11 +251,13 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any]]:
     lists = {f.name for f in fields(family.args_type) if isinstance(f.default, tuple)}
     numbers = {key: tuple(v) if key in lists and isinstance(v, list) else v for key, v in numbers.items()}
     args = family.args_type(**{**numbers, "rope_scaling": None if scaling is None else _scaling(scaling, path)})
-    untranslated = content.get(UNTRANSLATED, {})
+    untranslated, outer = content.get(UNTRANSLATED, {}), content.get(OUTER, {})
+    if not isinstance(outer, dict) or (outer and family.multimodal is None):
+        raise CheckpointError(f"{path}: {OUTER} is not an object, or {name} has no multimodal class")
     if untranslated:
         check_args(args, what=str(path))
         require_without_effect(untranslated, family, args, what=f"{path}, {UNTRANSLATED}")
-    return family, args, untranslated
+    return family, args, untranslated, outer
 
 
 def _scaling(numbers: Any, path: Path) -> Scaling:

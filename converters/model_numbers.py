@@ -34,6 +34,8 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("num_local_experts", "experts_per_token", "num_experts_per_tok"): (int, 1, 65_536),
     ("expert_hidden", "moe_intermediate_size"): (int, 1, 2**31 - 1),
     ("sparse_step", "decoder_sparse_step"): (int, 1, 10_000),
+    ("interleave_moe_layer_step", "no_rope_layer_interval"): (int, 1, 10_000),
+    ("intermediate_size_mlp",): (int, 1, 2**31 - 1),
     ("normalize_weights", "norm_topk_prob"): (bool, False, True),
     ("balance_rate",): (float, 0, 1),
     ("q_rank", "q_lora_rank"): (int, 0, 2**31 - 1),
@@ -45,7 +47,7 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("route_scale", "routed_scaling_factor"): (float, 1e-6, 1e9),
     ("num_mtp_layers", "num_nextn_predict_layers"): (int, 0, 100),
     ("rope_interleave", "norms_qk", "use_qk_norm"): (bool, False, True),
-    ("window", "chunk"): (int, 1, 2**53),
+    ("window", "chunk", "attention_chunk_size"): (int, 1, 2**53),
     ("temperature", "attn_scale", "clamp", "swiglu_limit"): (float, 0, 1e9),
     ("temperature_length", "floor_scale"): (int, 1, 2**53),
 }

@@ -106,7 +106,8 @@ def drop_reason(name: str, naming: Naming) -> str:
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
     """`{n}` and `{e}` stand for numbers without leading zeros, so that `layers.1` and `layers.01` are not one name."""
-    return re.compile(re.sub(r"\\\{[ne]\\\}", lambda _: r"(?:0|[1-9]\d*)", re.escape(text)))
+    numbered = re.sub(r"\\\{[ne]\\\}", lambda _: r"(?:0|[1-9]\d*)", re.escape(text))
+    return re.compile(numbered.replace(r"\{\*\}", ".+"))
 
 
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")

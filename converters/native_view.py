@@ -14,8 +14,9 @@ from converters.families.base import EMBEDDING, OUTPUT, Family, Naming, Paramete
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
+from converters.multimodal import EXTRA_REASON
 from converters.mxfp4_scheme import ENDS
-from converters.namings import any_name, drop_reason, prefix, rules_for, with_placeholder
+from converters.namings import any_name, drop_reason, is_named, prefix, rules_for, with_placeholder
 from converters.quantization import KEY, SCALE
 from converters.quantized_tensors import QuantizedTensors
 from converters.rule_expressions import ForeignTensors, foreign_tensors, native_expression
@@ -32,6 +33,7 @@ def native_view(
     allow_missing: bool = False,
     allow_extra: bool = False,
     quantized: QuantizedTensors | None = None,
+    keep_extra: bool = False,
     where: str = "",
 ) -> View:
     """`source` under native names; `quantized`: its weights whose values are codes times scales.
@@ -40,7 +42,8 @@ def native_view(
     tensor that differ in dtype, and quantized weights that do not match their scales. Tensors that are allowed to be
     missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
     error in any case. A tied model may repeat its output weight, which is read, and dropped where it equals the
-    embedding. `where` begins the messages.
+    embedding. `keep_extra`: with the tensors of a multimodal checkpoint beside its text model, under their own names.
+    `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     naming, parameters = family.naming_for(naming, args), family.parameters(args)
@@ -53,6 +56,7 @@ def native_view(
     ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
     scales = quantized.scales if quantized else {}
     repeats = {rule.foreign: rule.native for rule in naming.repeats}
+    of_other_media, kept = family.multimodal.extras if family.multimodal else (), list[str]()
     for name in source.tensors:
         if name in scales:
             continue
@@ -63,6 +67,11 @@ def native_view(
         elif name in repeats:
             ledger.repeated[name] = repeats[name]
             ledger.dropped[name] = REPEATED_REASON + repeats[name]
+        elif is_named(name, of_other_media):
+            if keep_extra:
+                kept.append(name)
+            else:
+                ledger.dropped[name] = EXTRA_REASON
         elif reason := drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
@@ -109,6 +118,8 @@ def native_view(
         dtype = present[foreign.names[0]].dtype if present else "float32"
         tensors[fqn] = TensorInfo(dtype, parameter.shape)
         ledger.used[fqn] = expressions[fqn].sources
+    for name in kept:
+        expressions[name], tensors[name], ledger.used[name] = Source(name), source.tensors[name], (name,)
     ledger.missing = list(dict.fromkeys(ledger.missing))
     if quantized:
         ledger.scales = {name for names in ledger.used.values() for name in names if name in scales}

@@ -17,12 +17,14 @@ COPY_BYTES_PER_SEC = 1.2e9
 # Of a worker, in bytes that are written: values that are made of fp8 codes, and codes that are made of values
 DEQUANTIZE_BYTES_PER_SEC = 0.5e9
 QUANTIZE_BYTES_PER_SEC = 0.1e9
+TRANSPOSE_BYTES_PER_SEC = 0.3e9
 START_SECS = 0.3
 # Upper bounds of the anonymous memory of the process: the interpreter with numpy; a worker's buffers; one slot with its
 # chunk, its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with
 # eight (a worker has more to hold where tensors are cut along columns); 285 MiB for one of 470,000 chunks.
 BASE_BYTES = 40 * MIB
 WORKER_BYTES = 16 * MIB
+TRANSPOSING_WORKER_BYTES = 40 * MIB  # measured for experts of Llama 4 Scout: 34
 SLOT_BYTES = 600
 TENSOR_BYTES = 1000  # of the source or the output. Measured for 37,000 experts: 45 MiB to read, as many again to write
 SLOT_SECS = 1e-4  # 470,000 chunks of no size: 57 s
@@ -57,9 +59,11 @@ def estimate_needs(
     workers: int,
     carried: Collection[Path] = (),
     worker_bytes_per_sec: float = COPY_BYTES_PER_SEC,
+    worker_bytes: int = WORKER_BYTES,
 ) -> Needs:
     """The needs of writing `target` to `dst` with `workers` threads from `num_read` tensors; `carried`: files that are
-    copied along; `worker_bytes_per_sec`: what one thread makes, where that is slower than copying.
+    copied along; `worker_bytes_per_sec`: what one thread makes, where that is slower than copying; `worker_bytes`: its
+    memory.
     """
     bytes_per_sec = min(COPY_BYTES_PER_SEC, worker_bytes_per_sec * workers)
     disk_bytes = needed_bytes(target, carried)
@@ -67,7 +71,7 @@ def estimate_needs(
     free_bytes = require_space(dst.absolute().parent, 0)
     return Needs(
         memory_bytes=BASE_BYTES
-        + WORKER_BYTES * workers
+        + worker_bytes * workers
         + SLOT_BYTES * len(target.slots)
         + TENSOR_BYTES * (num_read + len(target.tensors)),
         disk_bytes=disk_bytes,

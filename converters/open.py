@@ -133,7 +133,7 @@ def _open_folder(path: Path) -> Catalog:
         )
     catalog = CONTAINERS[next(iter(found))].open_folder(files)
     catalog.file = "" if files.entry else catalog.file  # errors need not add a usual name to the folder's
-    catalog.unread = name_unread(catalog, names, entry=files.entry) | name_adapters(catalog, names)
+    catalog.unread |= name_unread(catalog, names, entry=files.entry) | name_adapters(catalog, names)
     return catalog
 
 

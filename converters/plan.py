@@ -16,6 +16,7 @@ from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.foreign_view import foreign_view
 from converters.formats.base import Contents, Format, OutputOptions
+from converters.multimodal import with_extras
 from converters.namings import is_named
 from converters.quantize import Quantization, plan_quantization
 from converters.source_check import check_digests
@@ -58,11 +59,18 @@ def plan_conversion(
     output.check_options(options)
     family = get_family(weights.info.family)
     naming = output.naming(family, options)
+    holds_extras = naming is None
+    if naming is not None and weights.extras and family.multimodal and naming.name == "hf":
+        naming, holds_extras = family.namings[family.multimodal.naming], True
     view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
+    if naming is not None and holds_extras:
+        view = with_extras(view, weights.source, weights.extras)
     ledger = weights.source.ledger
     native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
     written = {fqn for held in native_of.values() for fqn in held}
     dropped = {} if naming is None else _dropped(weights, view, output, options)
+    if not holds_extras:
+        dropped |= dict.fromkeys(weights.extras, f"{output.called} has no place for it")
     native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
     casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
     quantization = None

@@ -84,6 +84,12 @@ def plan_quantization(
     covered = {p.fqn for p in get_family(info.family).parameters(info.args) if scheme.covers(p)}
     chosen, known = [name for name in tensors if covered.issuperset(native_of[name])], scales_from
     is_renamed = isinstance(scheme, Fp8Scheme) and (known or weights).naming != naming.name
+    if isinstance(scheme, Fp8Scheme) and any(len(tensors[name].shape) != 2 for name in chosen):
+        raise UnsupportedError(
+            f"--quantize {quantize}: checkpoints with {naming.name} names of this model have the experts of a layer as "
+            "one tensor, for which there is no float8 form",
+            hint="leave it out",
+        )
     if scales_from is not None and scales_from.quantized is not None:
         if is_renamed:
             raise ConfigError(

@@ -72,7 +72,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A foreign key that is not needed; `pattern` may contain `{n}`. The report lists it with its reason."""
+    """A foreign key that is not needed. The report lists it with its reason.
+
+    `pattern` may contain `{n}`, and `{*}` for any text.
+    """
 
     pattern: str
     reason: str

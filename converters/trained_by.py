@@ -1,7 +1,7 @@
 """What trained a checkpoint: torchtitan v0.2.2's models compute otherwise than published ones of some families."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from converters.catalog import Catalog
@@ -27,10 +27,10 @@ def foreign_remark(catalog: Catalog, naming: str, info: ModelInfo) -> str:
 def _warning(info: ModelInfo, *, which: str, advice: str) -> str:
     deviate = get_family(info.family).as_torchtitan_trained
     assert deviate is not None  # as of every foreign one
-    _, unsaid = deviate(info.args, beyond_original=False)
+    summary = deviate(info.args, beyond_original=False).summary
     return (
         f"WARNING: if torchtitan v0.2.2 trained it, the model computed otherwise than the published one, which {which} "
-        f"(YaRN, epsilons{', groups' if len(unsaid) > 2 else ''}; see docs/training.md): {advice}"
+        f"({summary}; see docs/training.md): {advice}"
     )
 
 
@@ -64,14 +64,18 @@ def apply_trained_by(weights: NativeWeights, trained_by: str | None) -> tuple[Na
         )
     if trained_by == TITAN:
         return weights, []
-    args, unsaid = deviate(info.args, beyond_original=_BEYOND_ORIGINAL[trained_by])
+    trained = deviate(info.args, beyond_original=_BEYOND_ORIGINAL[trained_by])
+    args = trained.args
     changed = [
-        f"{name} {_shown(getattr(info.args, name))}, now {_shown(getattr(args, name))}"
-        for name in ("norm_eps", "max_seq_len", "rope_scaling")
-        if getattr(args, name) != getattr(info.args, name)
+        f"{f.name} {_shown(getattr(info.args, f.name))}, now {_shown(getattr(args, f.name))}"
+        for f in fields(args)
+        if getattr(args, f.name) != getattr(info.args, f.name)
     ]
     remarks = [f"--trained-by {trained_by}: {', '.join(changed)}"] if changed else []
-    remarks.append(f"--trained-by {trained_by}: not in the output, which has no field for it: {'; '.join(unsaid)}")
+    if trained.unsaid:
+        remarks.append(
+            f"--trained-by {trained_by}: not in the output, which has no field for it: {'; '.join(trained.unsaid)}"
+        )
     return replace(weights, info=replace(info, args=args)), remarks
 
 

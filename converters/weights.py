@@ -42,6 +42,7 @@ class NativeWeights:
     reader: CatalogReader
     quantized: QuantizedTensors | None = None  # where weights are stored as codes with scales
     num_mtp_layers: int = 0  # of the checkpoint, also where they are not among the weights
+    extras: tuple[str, ...] = ()  # of the weights: those beside the text model of a multimodal checkpoint
 
     @property
     def notes(self) -> list[str]:
@@ -93,10 +94,12 @@ def native_weights(
     allow_extra: bool = False,
     dequantized: str = DEQUANTIZED,
     keep_mtp: bool = False,
+    keep_extra: bool | None = False,
 ) -> NativeWeights:
     """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
 
     `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
+    `keep_extra`: likewise with tensors beside the text model of a multimodal checkpoint; None: if it is titan's own.
     """
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
@@ -124,12 +127,24 @@ def native_weights(
             allow_missing=allow_missing,
             allow_extra=allow_extra,
             quantized=quantized,
+            keep_extra=bool(info.outer) and naming.name == "native" if keep_extra is None else keep_extra,
             where=str(catalog.place),
         )
-        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found)
+        parameters = {p.fqn for p in family.parameters(info.args)}
+        extras = tuple(name for name in view.tensors if name not in parameters)
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found, extras)
     except BaseException:
         reader.__exit__(None, None, None)
         raise
+
+
+def without_outer(weights: NativeWeights) -> NativeWeights:
+    """The weights without the files and fields of config.json that a multimodal class has beside its text model."""
+    info, of = weights.info, get_family(weights.info.family).multimodal
+    if of is None or not info.outer:
+        return weights
+    assets = {name: path for name, path in info.assets.items() if name not in of.files}
+    return replace(weights, info=replace(info, outer={}, assets=assets))
 
 
 def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANTIZED) -> QuantizedTensors | None:

@@ -98,6 +98,30 @@ def deepseek_v3() -> dict[str, TensorInfo]:
     return tensors
 
 
+def llama4(num_experts: int, step: int) -> dict[str, TensorInfo]:
+    """Llama 4 Scout (16 experts, step 1) or Maverick (128, 2) as the Hub has them; of the vision encoder one tensor."""
+    dim, hidden, dense, vocab = 5120, 8192, 16384, 202048
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, dim), "lm_head.weight": (vocab, dim)}
+    for n in range(48):
+        layer = f"model.layers.{n}"
+        for name, rows, columns in (("q", dim, dim), ("k", 1024, dim), ("v", 1024, dim), ("o", dim, dim)):
+            shapes[f"{layer}.self_attn.{name}_proj.weight"] = (rows, columns)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (dim,)
+        is_sparse = (n + 1) % step == 0
+        feed, width = f"{layer}.feed_forward", hidden if is_sparse else dense
+        swiglu = f"{feed}.shared_expert" if is_sparse else feed
+        shapes |= {f"{swiglu}.{name}_proj.weight": (width, dim) for name in ("gate", "up")}
+        shapes[f"{swiglu}.down_proj.weight"] = (dim, width)
+        if is_sparse:
+            shapes[f"{feed}.router.weight"] = (num_experts, dim)
+            shapes[f"{feed}.experts.gate_up_proj"] = (num_experts, dim, 2 * hidden)
+            shapes[f"{feed}.experts.down_proj"] = (num_experts, hidden, dim)
+    shapes["model.norm.weight"] = (dim,)
+    found = {f"language_model.{name}": TensorInfo("bfloat16", shape) for name, shape in shapes.items()}
+    return found | {"vision_model.class_embedding": TensorInfo("bfloat16", (1408,))}
+
+
 def write_sparse_hf(
     folder: Path, tensors: Mapping[str, TensorInfo], *, shard_bytes: int, config: Mapping | None = None
 ) -> None:

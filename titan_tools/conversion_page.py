@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from converters.convert import ConvertReport
 from converters.fold import fold_texts
 from converters.mtp import MTP_REASON
+from converters.multimodal import EXTRA_REASON
 from converters.needs import Needs
 from converters.reshard import ReshardReport
 from converters.sizes import format_bytes
@@ -41,8 +42,9 @@ def print_conversion(report: ConvertReport) -> None:
         )
     if report.other_files:
         _line("with", ", ".join(report.other_files))
-    # a note counts those of layers for multi-token prediction, which are many
-    _print_reasons("dropped", {name: reason for name, reason in report.dropped.items() if reason != MTP_REASON})
+    # notes count those of layers for multi-token prediction and of other media, which are many
+    counted = (MTP_REASON, EXTRA_REASON)
+    _print_reasons("dropped", {name: reason for name, reason in report.dropped.items() if reason not in counted})
     _print_reasons("zeros", report.made)
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")

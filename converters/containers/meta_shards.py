@@ -20,9 +20,12 @@ from converters.errors import CheckpointError, TitanError, list_offenders
 from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Role
 from converters.families.registry import read_meta_params
 from converters.json_file import read_json
+from converters.meta_names import as_loaded, meta_parameters
 from converters.names import META_PARAMS, META_SHARD
+from converters.namings import drop_reason
 
 _VOCABULARY = {EMBEDDING, OUTPUT}  # params.json of Llama 1 and 2 does not have its size
+_STATE = "._extra_state"
 _ROOT = re.compile(r"consolidated\.(\d+)")  # the folder in the zip of consolidated.01.pth, as torch.save names it
 
 
@@ -37,8 +40,9 @@ def read_catalog(path: Path) -> Catalog:
         raise CheckpointError(
             f"{path}: {META_PARAMS} is missing", hint="an original release has it next to the weights"
         )
-    shards = _open_all(path, files)
+    shards = _without_states(path, _open_all(path, files))
     _require_own_names(path, files)
+    shards = _as_loaded(path, shards)
     if len(files) == 1:
         _require_whole(path, files, shards[0])
         shards[0].container = "meta"
@@ -78,6 +82,29 @@ def _open_all(path: Path, files: Sequence[str]) -> list[Catalog]:
             hint=errors[0].hint,
         )
     return shards
+
+
+def _without_states(path: Path, shards: list[Catalog]) -> list[Catalog]:
+    """The shards without the states of float8 kernels, which are bytes in Llama 4's files; a note says so."""
+    for shard in shards:
+        states = [name for name in shard.values if name.endswith(_STATE)]
+        shard.values = {name: value for name, value in shard.values.items() if name not in states}
+        if states:
+            shard.unread[f"{_STATE} of {len(states)} modules"] = "of float8 kernels, which Meta's code does not load"
+    return shards
+
+
+def _as_loaded(path: Path, shards: list[Catalog]) -> list[Catalog]:
+    """The shards with the tensors that Meta's code makes of them as it loads them."""
+    params = read_json(path / META_PARAMS)
+    try:
+        family, args = read_meta_params(params, _vocabulary_shapes(params, shards[0], len(shards)))
+    except TitanError:
+        return shards  # reported when they are joined, or the model is read
+    if args.num_layers > len(shards[0].tensors):
+        return shards
+    stored = family.meta_stored(args)
+    return [as_loaded(shard, stored) for shard in shards] if stored else shards
 
 
 def _require_own_names(path: Path, files: Sequence[str]) -> None:
@@ -123,6 +150,7 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalo
     first, count = shards[0], len(shards)
     args, parameters, dropped = _model(path, first, count)
     catalog = Catalog(path, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
+    catalog.unread = dict(first.unread)
     problems, asked, cut = [], set(), []
     for fqn, entry in first.tensors.items():
         chunks = [shard.tensors[fqn].chunks[0] for shard in shards]
@@ -161,18 +189,26 @@ def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[s
     Nothing else is taken from the weights: half of the shards would make a consistent half of a model.
     """
     params = read_json(path / META_PARAMS)
-    shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
-    embedding = shapes.get(EMBEDDING, ())
-    if len(embedding) == 2 and embedding[1] == params.get("dim"):
-        shapes[EMBEDDING] = (embedding[0] * count, embedding[1])
+    shapes = _vocabulary_shapes(params, shard, count)
     try:
         family, args = read_meta_params(params, shapes)
     except TitanError as error:
         raise type(error)(f"{path}: {error.message}", hint=error.hint, tries=error.tries) from None
     if args.num_layers > len(shard.tensors):  # checked before names are made for billions of layers
         raise CheckpointError(f"{path}: {len(shard.tensors)} tensors are too few for {args.num_layers:,} layers")
-    parameters = family.parameters(replace(args, tied=False))  # Meta writes a tied model's output, too
-    return args, {p.fqn: p for p in parameters}, {drop.pattern for drop in family.namings["meta"].drops}
+    dropped = {fqn for fqn in shard.tensors if drop_reason(fqn, family.namings["meta"])}
+    return args, meta_parameters(family, args), dropped
+
+
+def _vocabulary_shapes(params: Mapping[str, Any], shard: Catalog, count: int) -> dict[str, tuple[int, ...]]:
+    """The shapes that say the vocabulary's size, where params.json does not; of the whole embedding."""
+    shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
+    embedding = shapes.get(EMBEDDING, ())
+    inner = params.get("model")
+    dim = (inner if isinstance(inner, Mapping) else params).get("dim")
+    if len(embedding) == 2 and embedding[1] == dim:
+        shapes[EMBEDDING] = (embedding[0] * count, embedding[1])
+    return shapes
 
 
 def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | None:

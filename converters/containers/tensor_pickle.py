@@ -72,6 +72,25 @@ class _RebuildParameter(metaclass=Sealed):
         return data
 
 
+class ByteStream(metaclass=Sealed):
+    """Stub of io.BytesIO, in which Transformer Engine keeps the state of a module; `data`: its bytes."""
+
+    __slots__ = ("data",)
+
+    def __setstate__(self, state: Any) -> None:
+        data, *_ = state
+        if not isinstance(data, bytes):
+            raise ValueError("a stream of something that is not bytes")
+        self.data = data
+
+
+class _NoBytes(metaclass=Sealed):
+    """Stub of `bytes`, which protocol 2 uses for empty ones."""
+
+    def __new__(cls) -> bytes:  # type: ignore[misc]
+        return b""
+
+
 class _PlainTensor(metaclass=Sealed):
     """Stub of torch.Tensor as the class of a tensor."""
 
@@ -105,6 +124,8 @@ TENSOR_STUBS: Stubs = {
             ("_rebuild_device_tensor_from_numpy", "foreign device's"),
         )
     },
+    ("_io", "BytesIO"): ByteStream,
+    ("__builtin__", "bytes"): _NoBytes,
     ("torch", "Tensor"): _PlainTensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
     ("torch.distributed.tensor", "DTensor"): RefusedClass("a DTensor, of which a file has only one rank's part"),

@@ -8,7 +8,7 @@ from converters.catalog import Box, Catalog, Chunk, TensorEntry
 from converters.containers.dcp_item import check_plain, read_archive, storage_record
 from converters.containers.paths import checked_file_size
 from converters.containers.stored_zip import ZipRecord
-from converters.containers.tensor_pickle import TensorRef, row_major
+from converters.containers.tensor_pickle import ByteStream, TensorRef, row_major
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 
@@ -35,6 +35,7 @@ def read_catalog(path: Path) -> Catalog:
             record = storage_record(records, prefix, value, what=str(path))
             catalog.tensors[fqn] = _entry(fqn, value, path.name, record)
         else:
+            value = value.data if isinstance(value, ByteStream) else value
             try:
                 check_plain(value, what=fqn)
             except CheckpointError as error:

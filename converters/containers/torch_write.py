@@ -1,7 +1,7 @@
 """Plan torch files as torch.save writes them, without torch: one dict of tensors, or the shards of a Meta release."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -9,33 +9,51 @@ from converters.catalog import Box, TensorInfo
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors
-from converters.crc import crc32
+from converters.crc import crc32, join_crc32
 from converters.dtypes import itemsize
+from converters.errors import UnsupportedError, list_offenders
+from converters.families.base import StoredTensor
 from converters.manifest import FileSum
+from converters.meta_names import stored_shape
 from converters.names import META_SHARD
 
 
 def plan_torch(
-    tensors: Mapping[str, TensorInfo], *, file: str, shared: Mapping[str, str] | None = None, root: str = "archive"
+    tensors: Mapping[str, TensorInfo],
+    *,
+    file: str,
+    shared: Mapping[str, str] | None = None,
+    root: str = "archive",
+    stored: Sequence[StoredTensor] = (),
 ) -> Target:
     """A Target with the tensors in their order in one file; data is aligned to 64 bytes, for memory mapping.
 
     `shared`: name → the tensor that it shares its data with (tied weights). The data is written once, as torch.save
     does, and torch.load returns two tensors over one storage. `root`: the folder inside the
-    zip, which torch.save names after the file it was first saved to.
+    zip, which torch.save names after the file it was first saved to. `stored`: tensors of the file that are several
+    ones, one after another, or have another name or shape.
     """
     shared = shared or {}
     owners = [fqn for fqn in tensors if fqn not in shared]
-    keys = {fqn: str(number) for number, fqn in enumerate(owners)}
+    records = _records({fqn: tensors[fqn] for fqn in owners}, stored)
+    owners = [fqn for record in records for fqn in record.parts]
+    keys = {record.name: str(number) for number, record in enumerate(records)}
     keys |= {fqn: keys[owner] for fqn, owner in shared.items()}
-    pickled = dump_tensors(tensors, keys)
-    sizes = [prod(tensors[fqn].shape) * itemsize(tensors[fqn].dtype) for fqn in owners]
+    pickled = dump_tensors(
+        {record.name: record.info for record in records} | {fqn: tensors[fqn] for fqn in shared}, keys
+    )
+    sizes = [_num_bytes(tensors[fqn]) for fqn in owners]
 
     def pieces(crcs: Sequence[int]) -> list[tuple[int, bytes]]:
         before = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
         entries = [small_entry(f"{root}/{name}", data) for name, data in before]
-        for fqn, size, crc in zip(owners, sizes, crcs, strict=True):
-            entries.append(ZipEntry(f"{root}/data/{keys[fqn]}", size, crc))
+        written = iter(zip(sizes, crcs, strict=True))
+        for record in records:
+            size = crc = 0
+            for _ in record.parts:
+                part_size, part_crc = next(written)
+                size, crc = size + part_size, join_crc32(crc, part_crc, part_size)
+            entries.append(ZipEntry(f"{root}/data/{keys[record.name]}", size, crc))
         return zip_pieces(entries)
 
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
@@ -46,11 +64,50 @@ def plan_torch(
         return {file: joined(segments)}
 
     *before_data, (last_offset, last) = pieces([0] * len(owners))
-    slots = [
-        Slot(fqn, tensors[fqn].dtype, Box.whole(tensors[fqn].shape), file, offset + len(data))
-        for fqn, (offset, data) in zip(owners, before_data, strict=True)
-    ]
+    slots = []
+    for record, (offset, data) in zip(records, before_data, strict=True):
+        start = offset + len(data)
+        for fqn in record.parts:
+            slots.append(Slot(fqn, tensors[fqn].dtype, Box.whole(tensors[fqn].shape), file, start))
+            start += _num_bytes(tensors[fqn])
     return Target(dict(tensors), slots, {file: last_offset + len(last)}, finish)
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A tensor of the file, and the tensors that it is made of."""
+
+    name: str
+    info: TensorInfo
+    parts: tuple[str, ...]
+
+
+def _records(tensors: Mapping[str, TensorInfo], stored: Sequence[StoredTensor]) -> list[_Record]:
+    """In the order of each one's first part. Raises UnsupportedError where parts are missing or differ in type."""
+    of_part = {part: each for each in stored for part in each.parts}
+    records, problems = dict[str, _Record](), []
+    for name, info in tensors.items():
+        each = of_part.get(name)
+        if each is None:
+            records[name] = _Record(name, info, (name,))
+        elif each.name not in records:
+            present = {part: tensors[part] for part in each.parts if part in tensors}
+            if len(present) < len(each.parts) or len({part.dtype for part in present.values()}) > 1:
+                problems.append(f"{each.name}: {', '.join(f'{n} ({i.dtype})' for n, i in present.items())}")
+                continue
+            shape = stored_shape(each, {part: held.shape for part, held in present.items()})
+            records[each.name] = _Record(each.name, TensorInfo(info.dtype, shape), tuple(each.parts))
+    if problems:
+        raise UnsupportedError(
+            "Meta's files have one tensor for several, of which some are missing or have another type:"
+            + list_offenders(list(dict.fromkeys(problems))),
+            tries=["--dtype bfloat16"],
+        )
+    return list(records.values())
+
+
+def _num_bytes(info: TensorInfo) -> int:
+    return prod(info.shape) * itemsize(info.dtype)
 
 
 def plan_meta(
@@ -59,11 +116,12 @@ def plan_meta(
     num_shards: int,
     dims: Mapping[str, int | None],
     shared: Mapping[str, str],
+    stored: Sequence[StoredTensor] = (),
 ) -> Target:
     """A Target of `num_shards` files. `dims`: the dim that is cut into equal parts; None: whole in every file.
 
-    `shared` applies within each file, as in plan_torch. The zip's folder has the file's name, as with torch.save: a
-    reader can detect renamed shards.
+    `shared` and `stored` apply within each file, as in plan_torch. The zip's folder has the file's name, as with
+    torch.save: a reader can detect renamed shards.
     """
     parts: list[Target] = []
     slots: list[Slot] = []
@@ -71,7 +129,7 @@ def plan_meta(
         boxes = {name: _part(info.shape, dims[name], num_shards, index) for name, info in tensors.items()}
         held = {name: TensorInfo(info.dtype, boxes[name].sizes) for name, info in tensors.items()}
         file = META_SHARD.format(index=index)
-        part = plan_torch(held, file=file, shared=shared, root=Path(file).stem)
+        part = plan_torch(held, file=file, shared=shared, root=Path(file).stem, stored=stored)
         parts.append(part)
         slots += [replace(slot, box=boxes[slot.fqn]) for slot in part.slots]
 

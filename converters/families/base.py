@@ -292,11 +292,45 @@ class Naming:
     repeats: tuple[Rule, ...] = ()  # further names of tensors, whole names: copies that need not be there
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedOtherwise:
+    """What a trainer computes that has another model than the published one."""
+
+    args: ModelArgs  # that say it most nearly
+    unsaid: list[str]  # what no numbers say
+    summary: str  # the differences, in a few words
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in the files of Meta's releases that Meta's code takes apart, or renames, as it loads them."""
+
+    name: str
+    parts: Mapping[str, int]  # name in Meta's code → its share of a shard's rows; they follow one another
+    stack: int = 0  # the number of matrices below one another that are a stack; 0: none are
+
+
+@dataclass(frozen=True, slots=True)
+class Multimodal:
+    """A class of transformers that has a family's models as its text part, with encoders of other media beside."""
+
+    architecture: str
+    model_type: str
+    text_key: str  # the field of config.json with the text part's fields
+    naming: str  # the family's naming in checkpoints of this class
+    extras: tuple[str, ...]  # native names of its other tensors, those of transformers; `{*}` stands for anything
+    files: tuple[str, ...]  # small files of the class: how images become inputs
+
+
 def _any(args: ModelArgs) -> bool:
     return True
 
 
 def _no_problems(args: ModelArgs) -> list[str]:
+    return []
+
+
+def _none_stored(args: ModelArgs) -> list[StoredTensor]:
     return []
 
 
@@ -327,6 +361,8 @@ class Family:
     args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs] | None = None
     meta_params: Callable[[ModelArgs], dict[str, Any]] | None = None
     meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # where Meta's shards are not cut along tp_dim
+    meta_key: str = ""  # a key of params.json that only this family's has; "": it has none of the other families'
+    meta_stored: Callable[[ModelArgs], list[StoredTensor]] = _none_stored
     args_type: type[ModelArgs] = ModelArgs  # a subclass if the family has its own numbers, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them
     # Whether a model is of this family, where several share an architecture's name or Meta's format
@@ -334,10 +370,10 @@ class Family:
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
-    # (numbers, beyond_original) → those that say most nearly what torchtitan v0.2.2's model computes, and what they do
-    # not say; None: it computes the published model
-    as_torchtitan_trained: Callable[..., tuple[ModelArgs, list[str]]] | None = None
+    # (numbers, beyond_original) → what torchtitan v0.2.2's model computes; None: it computes the published model
+    as_torchtitan_trained: Callable[..., TrainedOtherwise] | None = None
     problems: Callable[[ModelArgs], list[str]] = _no_problems  # what makes numbers impossible together
+    multimodal: Multimodal | None = None
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
     # The naming of a checkpoint's tensors among those of the same names, where only shapes distinguish them

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from converters.families.base import ModelArgs, YarnRope
+from converters.families.base import ModelArgs, TrainedOtherwise, YarnRope
 from converters.families.deepseek_v3 import SOFTMAX, DeepSeekArgs
 
 _EPS = 1e-5  # of every flavor; of the latents' norms too, for which transformers' classes have 1e-6
 _LITE_MAGNITUDE = 0.70  # of the flavors whose published model has 0.707
 
 
-def as_torchtitan_trained(args: ModelArgs, *, beyond_original: bool) -> tuple[ModelArgs, list[str]]:
-    """The numbers that say most nearly what v0.2.2 trained, and what no config of transformers says.
+def as_torchtitan_trained(args: ModelArgs, *, beyond_original: bool) -> TrainedOtherwise:
+    """What v0.2.2 trained.
 
     `beyond_original`: with a training.seq_len above YaRN's original length; up to it v0.2.2 leaves YaRN out.
     """
@@ -25,6 +25,9 @@ def as_torchtitan_trained(args: ModelArgs, *, beyond_original: bool) -> tuple[Mo
             longest, scaling = min(longest, scaling.original_max_position_embeddings), None
         elif scaling.mscale_all_dim == 0.707:
             scaling = replace(scaling, mscale=_LITE_MAGNITUDE, mscale_all_dim=_LITE_MAGNITUDE)
+    summary = "YaRN, epsilons"
     if args.score == SOFTMAX and args.num_groups > 1:
+        summary += ", groups"
         unsaid.append("groups of experts chosen by the sum of their two best scores (V2: by the best)")
-    return replace(args, norm_eps=_EPS, rope_scaling=scaling, max_seq_len=longest), unsaid
+    trained = replace(args, norm_eps=_EPS, rope_scaling=scaling, max_seq_len=longest)
+    return TrainedOtherwise(trained, unsaid, summary)

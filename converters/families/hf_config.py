@@ -6,7 +6,7 @@ from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs
-from converters.families.hf_rope import read_rope, refused_rope, rope_parameters
+from converters.families.hf_rope import DEFAULT_THETA, read_rope, refused_rope, rope_parameters
 from converters.model_numbers import check_numbers
 
 # The use of a field of a config class. A tuple: the only accepted values, because others change the logits
@@ -61,6 +61,16 @@ DEEPSEEK_V2_FIELDS: _Fields = _LATENT_FIELDS | {
     "norm_topk_prob": (False,),  # transformers does not read it, vLLM does
     "mlp_bias": TRANSLATED,
 }
+LLAMA4_FIELDS: _Fields = (
+    _BASE_FIELDS
+    | _DECODER_FIELDS
+    | dict.fromkeys(("intermediate_size_mlp", "num_local_experts", "num_experts_per_tok"), TRANSLATED)
+    | dict.fromkeys(("moe_layers", "interleave_moe_layer_step", "use_qk_norm", "layer_types"), TRANSLATED)
+    | dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "attention_chunk_size"), TRANSLATED)
+    | dict.fromkeys(("attn_temperature_tuning", "attn_scale", "floor_scale"), TRANSLATED)
+    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
+    | {"router_jitter_noise": NO_EFFECT}  # the class does not read it
+)
 GPT_OSS_FIELDS: _Fields = (
     _BASE_FIELDS
     | _DECODER_FIELDS
@@ -93,6 +103,8 @@ class ConfigClass:
     max_seq_len: int
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_kv_heads: int | None = None  # None: as many as heads
+    norm_eps: float = 1e-6
+    rope_theta: float = DEFAULT_THETA
     args_type: type[ModelArgs] = ModelArgs  # its own numbers keep their defaults: config.json does not have them
     biases: tuple[str, ...] = ()  # those of attention_bias and mlp_bias that the family supports
     fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: LLAMA_FIELDS)
@@ -140,7 +152,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
             hint=f"covered: hidden_act silu, {_covered_biases(of)}, full causal attention",
         )
     max_seq_len = config.get("max_position_embeddings", of.max_seq_len)
-    rope = read_rope(config, max_positions=max_seq_len)
+    rope = read_rope(config, max_positions=max_seq_len, default_theta=of.rope_theta)
     dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     return of.args_type(
         dim=dim,
@@ -150,7 +162,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
         head_dim=config.get("head_dim") or of.head_dim or dim // num_heads,
         ffn_hidden=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(config.get("rms_norm_eps", of.norm_eps)),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         max_seq_len=max_seq_len,

@@ -14,7 +14,7 @@ from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, rope_type
 from converters.model_numbers import check_numbers
 
-_DEFAULT_THETA = 10000.0  # of both versions
+DEFAULT_THETA = 10000.0  # of most classes, in both versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ def refused_rope(config: Mapping[str, Any]) -> list[str]:
     return refused
 
 
-def read_rope(config: Mapping[str, Any], *, max_positions: int) -> Rope:
+def read_rope(config: Mapping[str, Any], *, max_positions: int, default_theta: float = DEFAULT_THETA) -> Rope:
     """Theta and scaling of a file without settings of `refused_rope`. Raises CheckpointError where a number is missing.
 
     Raises UnsupportedError where transformers 4 and 5 would compute different models, unless the file is for one of
     them.
     """
-    five = _as_transformers_5(config, max_positions)
-    four = _as_transformers_4(config, max_positions)
+    five = _as_transformers_5(config, max_positions, default_theta)
+    four = _as_transformers_4(config, max_positions, default_theta)
     if four is None or four == five or _is_for_transformers_5(config):
         return five
     raise UnsupportedError(
@@ -82,17 +82,17 @@ def _type(rope: Mapping[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _as_transformers_5(config: Mapping[str, Any], max_positions: int) -> Rope:
+def _as_transformers_5(config: Mapping[str, Any], max_positions: int, default_theta: float) -> Rope:
     rope = _used_by_transformers_5(config)
     original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
     scaling = _SCALINGS[_type(rope)](rope, original or max_positions, max_positions)
-    return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA), scaling)
+    return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or default_theta), scaling)
 
 
-def _as_transformers_4(config: Mapping[str, Any], max_positions: int) -> Rope | None:
+def _as_transformers_4(config: Mapping[str, Any], max_positions: int, default_theta: float) -> Rope | None:
     """None where transformers 4 fails."""
     rope = config.get("rope_scaling")
-    theta = float(config.get("rope_theta") or _DEFAULT_THETA)
+    theta = float(config.get("rope_theta") or default_theta)
     if rope is None:
         return Rope(theta, None)
     kind = rope.get("type", rope.get("rope_type"))

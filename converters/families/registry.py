@@ -96,8 +96,13 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
 
 def read_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Family, ModelArgs]:
     """Family and numbers of a params.json, which names no family; `shapes`: those of the weights that are known."""
+    if isinstance(params.get("model"), Mapping):  # Llama 4's, in some releases
+        params = params["model"]
+    has_own_key = any(f.meta_key and f.meta_key in params for f in _FAMILIES.values())
     for family in _FAMILIES.values():
-        if family.args_from_meta_params is not None:
+        if has_own_key and not (family.meta_key and family.meta_key in params):
+            continue
+        if family.args_from_meta_params is not None and (has_own_key or not family.meta_key):
             args = family.args_from_meta_params(params, shapes)
             if family.claims(args):
                 return family, args

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from converters.containers.target import Target
 
 
+EXTRA_FILE = "__extra_0.distcp"  # what a multimodal checkpoint has beside the text model
+
+
 def _plan(contents: Contents, options: OutputOptions) -> Target:
+    from converters.catalog import Box
     from converters.containers.dcp_write import plan_dcp
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
     from converters.dtypes import itemsize
@@ -30,7 +34,11 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     parameters = [p for p in contents.family.parameters(contents.info.args) if p.fqn in tensors]
     stages = split_stages(options.mesh.pp, contents.info.args.num_layers)
     itemsizes = {name: itemsize(info.dtype) for name, info in tensors.items()}
-    return plan_dcp(tensors, boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes, stages=stages))
+    files = boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes, stages=stages)
+    trained = {p.fqn for p in parameters}
+    if extras := [(name, Box.whole(info.shape)) for name, info in tensors.items() if name not in trained]:
+        files[EXTRA_FILE] = extras  # which no rank reads
+    return plan_dcp(tensors, files)
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:

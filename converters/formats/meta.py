@@ -6,11 +6,11 @@ torchtune opens a single one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.fold import fold_texts
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
@@ -29,17 +29,27 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.torch_write import plan_meta
+    from converters.meta_names import meta_parameters
     from converters.model_info import meta_params
 
     family, args = contents.family, contents.info.args
     meta_params(contents.info)  # raises before the copy where params.json cannot describe the model
     num_shards = 1 if options.num_shards is None else options.num_shards
     _check_num_shards(num_shards, args)
-    dims: dict[str, int | None] = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))}
-    dims |= family.meta_shard_dims
+    parameters = meta_parameters(family, args)
+    dims: dict[str, int | None] = {name: p.tp_dim for name, p in parameters.items()} | dict(family.meta_shard_dims)
+    _check_parts(num_shards, {name: parameters[name].shape[dim] for name, dim in dims.items() if dim is not None})
     twice = second_names(contents.view.expressions)
     shared = {name: first for name, first in twice.items() if dims[name] == dims[first]}
-    return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared)
+    return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared, stored=family.meta_stored(args))
+
+
+def _check_parts(num_shards: int, sizes: Mapping[str, int]) -> None:
+    if uneven := [f"{name}: {size:,}" for name, size in sizes.items() if size % num_shards]:
+        raise ConfigError(
+            f"--num-shards {num_shards} does not divide these:" + list_offenders(fold_texts(uneven)),
+            hint="each shard has an equal part",
+        )
 
 
 def _check_num_shards(num_shards: int, args: ModelArgs) -> None:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, special_tokens_after
+from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, pattern_of, special_tokens_after
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
 _BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
-_CUT = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
-_RESERVED = "<|reserved_special_token_"
+_RESERVED = "reserved_special_token_"
 _OFF = {
     "dropout": (None, 0, 0.0),
     "unk_token": (None,),
@@ -61,7 +60,7 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
 
 
 def other_cuts(content: Mapping[str, Any]) -> list[str]:
-    """How splitting of text before merging differs from Llama 3's."""
+    """How splitting of text before merging differs from Llama 3's; or 4's, which is known by its number of tokens."""
     model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
     if model["type"] != "BPE":
         return [f"its model is {model['type']}, not BPE"]
@@ -70,9 +69,10 @@ def other_cuts(content: Mapping[str, Any]) -> list[str]:
         problems.append(f"it normalizes text ({normalizer['type']}) before it splits it")
     steps = cutter["pretokenizers"] if cutter and cutter["type"] == "Sequence" else [cutter]
     letters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    is_llama3 = len(steps) == 2 and steps[0] == _CUT and letters.items() <= (steps[1] or {}).items()
-    if not is_llama3:
-        problems.append("it does not split text by Llama 3's pattern")
+    pattern = pattern_of(len(model["vocab"].keys() - {token["content"] for token in content["added_tokens"]}))
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    if not (len(steps) == 2 and steps[0] == cut and letters.items() <= (steps[1] or {}).items()):
+        problems.append(f"it does not split text by Llama {3 if pattern == LLAMA3_PATTERN else 4}'s pattern")
     return problems
 
 
@@ -98,7 +98,7 @@ def other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_
     return [
         f"special token {text!r} has id {id}, Meta's code gives it {places.get(text, 'none')}"
         for text, id in ((token["content"], token["id"]) for token in added)
-        if id < num_ranks or (places.get(text) != id and not text.startswith(_RESERVED))
+        if id < num_ranks or (places.get(text) != id and _RESERVED not in text)
     ]
 
 

@@ -17,6 +17,13 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# and Llama 4 (models/llama4/tokenizer.py), as OpenAI's o200k does
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+LLAMA4_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTED + "|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTED + "|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 _NAMED = (
     "<|finetune_right_pad_id|>",
@@ -29,13 +36,47 @@ _NAMED = (
     "<|image|>",
 )
 _NUM_RELEASED_RANKS = 128000
+_LLAMA4_RANKS = 200000
+
+
+def _reserved(kind: str, first: int, end: int) -> tuple[str, ...]:
+    return tuple(f"<|{kind}reserved_special_token_{i}|>" for i in range(first, end))
+
+
+_LLAMA4_NAMED = (
+    *(BEGIN, END, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    *("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>"),
+    *_reserved("text_post_train_", 0, 6),
+    *("<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>"),
+    *_reserved("text_post_train_", 8, 69),
+    *("<|image_start|>", "<|image_end|>"),
+    *_reserved("vision_", 0, 2),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+    *_reserved("vision_", 2, 6),
+    "<|image|>",
+    *_reserved("vision_", 6, 7),
+    "<|patch|>",
+    *_reserved("vision_", 7, 1048),
+    *_reserved("reasoning_", 0, 8),
+    *("<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>"),
+)
+RELEASED_VOCAB = {_NUM_RELEASED_RANKS: 128256, _LLAMA4_RANKS: 202048}  # by number of ranks, with special tokens
+
+
+def pattern_of(num_ranks: int) -> str:
+    """How the code of the release with so many ranks splits text; Llama 3's for others."""
+    return LLAMA4_PATTERN if num_ranks == _LLAMA4_RANKS else LLAMA3_PATTERN
 
 
 def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
     """The special tokens of a tokenizer.model alone, in the order of their ids from `num_ranks` on.
 
-    Meta's releases have 256, with the first two reserved ones among the named; small ones have only named ones.
+    Meta's releases have 256, with the first two reserved ones among the named, and Llama 4's 2048; small ones have
+    only named ones.
     """
+    if num_ranks == _LLAMA4_RANKS:
+        end = max(0, vocab_size - num_ranks)
+        return [*_LLAMA4_NAMED, *_reserved("", 0, max(0, end - len(_LLAMA4_NAMED)))][:end]
     first_reserved = 2 if num_ranks == _NUM_RELEASED_RANKS else 0
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(max(0, vocab_size - num_ranks))]
     listed = [BEGIN, END, *reserved[:first_reserved], *_NAMED, *reserved[first_reserved:]]
@@ -76,7 +117,7 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
             f"{model} has {len(ranks)} tokens, the model only {vocab_size}: no room for begin and end of text",
             hint="is this the tokenizer of this model?",
         )
-    frame = json.dumps(_without_tokens(special, first_id=len(ranks)), ensure_ascii=False)
+    frame = json.dumps(_without_tokens(special, pattern_of(len(ranks)), first_id=len(ranks)), ensure_ascii=False)
     head, between, tail = re.split(r"(?<=\"vocab\": \{)(?=\})|(?<=\"merges\": \[)(?=\])", frame)
     with (folder / TOKENIZER_JSON).open(
         "w", encoding="utf-8"
@@ -90,7 +131,7 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
     return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
 
 
-def _without_tokens(special: Sequence[str], *, first_id: int) -> dict[str, Any]:
+def _without_tokens(special: Sequence[str], pattern: str, *, first_id: int) -> dict[str, Any]:
     """tokenizer.json's content without vocabulary and merges, from the `tokenizers` library."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers.models import BPE
@@ -99,7 +140,7 @@ def _without_tokens(special: Sequence[str], *, first_id: int) -> dict[str, Any]:
     tokenizer = Tokenizer(BPE({}, [], fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated", invert=False),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

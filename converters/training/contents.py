@@ -40,7 +40,10 @@ def collect(
     weights = spelling.weights if has_weights else {}
     shapes = {p.fqn: p.shape for p in names.parameters}
     made = {fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)}
-    infos = {fqn: TensorInfo(_dtype(expression, reader), shapes[fqn]) for fqn, expression in made.items()}
+    infos = {
+        fqn: TensorInfo(_dtype(expression, reader), shapes[fqn]) if fqn in shapes else reader.tensors[fqn]
+        for fqn, expression in made.items()  # those without a shape: beside a text model, as they are
+    }
     made |= optimizer.tensors | {name: Source(name) for name in optimizer.numbers}
     source = WithNumbers(reader, optimizer.numbers)
     infos |= optimizer.infos | {name: source.tensors[name] for name in optimizer.numbers}

@@ -42,7 +42,9 @@ def read_spelling(
     """
     if not model_part(catalog).tensors:
         return _from_optimizer(catalog, renamed=renamed, model_from=model_from)
-    with native_weights(catalog, model_from=model_from, allow_missing=allow_missing, keep_mtp=True) as weights:
+    with native_weights(
+        catalog, model_from=model_from, allow_missing=allow_missing, keep_mtp=True, keep_extra=True
+    ) as weights:
         view, info = weights.source, weights.info
     used = view.ledger.used
     tied = _second_names(view)

@@ -39,7 +39,7 @@ COMMANDS = all_commands()
 
 def options_of(*path: str) -> set[str]:
     shown = (p for p in COMMANDS[path].params if not getattr(p, "hidden", False))
-    return {name for p in shown for name in p.opts if name.startswith("--")}
+    return {name for p in shown for name in (*p.opts, *p.secondary_opts) if name.startswith("--")}
 
 
 def titan_lines(text: str) -> list[list[str]]:

@@ -43,7 +43,9 @@ ModelFrom = Annotated[
         show_default=False,
     ),
 ]
-Workers = Annotated[int, typer.Option(metavar="N", min=1, max=256, help="Threads that copy; 16 MiB each.")]
+Workers = Annotated[
+    int, typer.Option(metavar="N", min=1, max=256, help="Threads that copy; 16 MiB each, 40 that transpose.")
+]
 AllowMissing = Annotated[
     bool,
     typer.Option("--allow-missing", help="Convert although SRC lacks tensors of the model; they are listed."),
@@ -73,6 +75,16 @@ Mtp = Annotated[
 ]
 
 
+KeepExtra = Annotated[
+    bool | None,
+    typer.Option(
+        help="Keep what a multimodal checkpoint has beside its text model (Llama 4's vision encoder): an export is "
+        "complete again. Default: only titan's own checkpoints keep it.",
+        show_default=False,
+    ),
+]
+
+
 class Trainer(StrEnum):
     """What trained a checkpoint of torchtitan's layout."""
 
@@ -85,7 +97,8 @@ TrainedBy = Annotated[
     Trainer | None,
     typer.Option(
         help="What trained a DCP of torchtitan's layout, where torchtitan v0.2.2 computes otherwise than the published "
-        "model (DeepSeek): the output describes what was trained. -yarn: with a training.seq_len above 4096.",
+        "model (DeepSeek, Llama 4): the output describes what was trained. -yarn: a DeepSeek with a training.seq_len "
+        "above 4096.",
         show_default=False,
     ),
 ]

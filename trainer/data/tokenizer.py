@@ -15,8 +15,9 @@ from converters.tokenizers.agreement import Comparison, compare_tokenizers, disa
 from converters.tokenizers.config_tokens import read_table, tokens_only_in_config
 from converters.tokenizers.tiktoken_model import (
     BEGIN,
-    LLAMA3_PATTERN,
+    RELEASED_VOCAB,
     looks_like_tiktoken,
+    pattern_of,
     read_ranks,
     special_tokens_after,
 )
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
 _LEAD = "\U000ffffd"  # a private-use character, which merges with nothing
 _PROBE = "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
-_RELEASED_VOCAB, _NUM_RELEASED_RANKS, _NUM_SPECIAL = 128256, 128000, 10
+_NUM_SPECIAL = 10  # that are named
 
 
 class Tokenizer(Protocol):
@@ -123,7 +124,7 @@ class _TiktokenTokenizer:
             raise DataError(f"{TOKENIZER_JSON}: special tokens {inside} have ids of ordinary tokens in {model}")
         # Built from the ranks we read: tiktoken's own loader caches files by path and would serve a stale one
         self._encoding = tiktoken.Encoding(
-            str(model), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+            str(model), pat_str=pattern_of(len(ranks)), mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size = self._encoding.max_token_value + 1
         self.byte_values: dict[int, int] = {}
@@ -249,8 +250,8 @@ def _framed(tokenizer: Tokenizer, ids: list[int], *, bos: bool, eos: bool) -> li
 
 
 def _specials_after(num_ranks: int) -> dict[str, int]:
-    """Those of a tokenizer.model that comes alone: Meta's 256 after its 128,000 ranks, else the ten named ones."""
-    vocab_size = _RELEASED_VOCAB if num_ranks == _NUM_RELEASED_RANKS else num_ranks + _NUM_SPECIAL
+    """Those of a tokenizer.model that comes alone: of Meta's releases all of their code, else the ten named ones."""
+    vocab_size = RELEASED_VOCAB.get(num_ranks, num_ranks + _NUM_SPECIAL)
     names = special_tokens_after(num_ranks, vocab_size=vocab_size)
     return {name: num_ranks + i for i, name in enumerate(names)}
 

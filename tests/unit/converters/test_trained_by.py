@@ -14,6 +14,7 @@ from converters.errors import ConfigError
 from converters.model_info import read_model_info
 from converters.trained_by import TRAINED_BY
 from converters.weights import open_native
+from tests import tiny_llama4
 from tests.tiny_deepseek import native_arrays, native_logits, write_deepseek
 from tests.tiny_families import write_tiny
 from titan_tools.cli import app
@@ -76,6 +77,24 @@ def test_without_the_option_it_warns(foreign, tmp_path):
     assert not any("WARNING" in remark or "trained" in remark for remark in same.remarks)
     ours, theirs = ((tmp_path / folder / "config.json").read_text() for folder in ("out", "same"))
     assert ours == theirs
+
+
+def test_llama4(tmp_path):
+    """Without norms of q and k, without a temperature, and the first of every four layers without positions."""
+    arrays = tiny_llama4.native_arrays(tiny_llama4.write_llama4(tmp_path / "hf", "maverick", use_qk_norm=True))
+    dcp.save({n: torch.tensor(a) for n, a in arrays.items()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    published = read_model_info(tmp_path / "hf").args
+    assert published.norms_qk and published.temperature == 0.3
+    report = convert(tmp_path / "dcp", tmp_path / "as", to="hf", model_from=tmp_path / "hf")
+    assert any("no norms of q and k, no temperature" in r for r in report.remarks if r.startswith("WARNING"))
+    convert(tmp_path / "dcp", tmp_path / "out", to="hf", model_from=tmp_path / "hf", trained_by="torchtitan-0.2.2")
+    numbers = {"norms_qk": False, "temperature": None, "temperature_length": 8192, "layers_without_positions": (0, 4)}
+    trained = replace(published, **numbers)
+    assert read_model_info(tmp_path / "out").args == trained
+    expected, ours = tiny_llama4.native_logits(arrays, TOKENS, trained), logits(tmp_path / "out")
+    assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+    with pytest.raises(ConfigError, match="Llama 4 has no YaRN"):
+        convert(tmp_path / "dcp", tmp_path / "no", to="hf", model_from=tmp_path / "hf", trained_by=TRAINED_BY[2])
 
 
 def test_inference_warns(foreign, tmp_path, capsys):

@@ -1,0 +1,330 @@
+"""config.json and params.json of Llama 4: the published files, transformers' defaults, and every field changed."""
+
+import json
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Llama4Config, Llama4ForCausalLM, Llama4TextConfig
+from transformers.activations import ACT2FN
+
+from converters.errors import CheckpointError, TitanError, UnsupportedError
+from converters.families.base import RopeScaling
+from converters.families.hf_config import LLAMA4_FIELDS
+from converters.families.llama4_config import TEXT
+from converters.families.registry import get_family, read_hf_config, read_meta_params
+from converters.model_info import read_model_info
+from converters.multimodal import joined_config, split_config
+from converters.weights import open_native
+from tests.tiny_llama4 import NUMBERS, native_logits
+
+FAMILY = get_family("llama4")
+# The text_config of Llama-4-Scout-17B-16E-Instruct as Meta published it
+SCOUT: dict[str, Any] = {
+    "_attn_implementation_autoset": True,
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attention_dropout": 0.0,
+    "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 10485760,
+    "model_type": "llama4_text",
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "output_router_logits": False,
+    "pad_token_id": 200018,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+    "attn_temperature_tuning": 4,
+}
+OUTER = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0.dev0",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+MAVERICK = SCOUT | {
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 128,
+    "max_position_embeddings": 1048576,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+TINY = NUMBERS["scout"] | {"num_hidden_layers": 4, "vocab_size": 64}
+NUM_TOKENS = 20
+
+
+@pytest.mark.parametrize(("config", "flavor"), [(SCOUT, "17bx16e_irope"), (MAVERICK, "17bx128e_irope")])
+def test_the_published_configs_are_the_flavors(config, flavor):
+    text, outer = split_config(OUTER | {"text_config": config})
+    assert read_hf_config(text) == (FAMILY, FAMILY.flavors[flavor])
+    assert outer.keys() == {"boi_token_index", "eoi_token_index", "image_token_index", "vision_config"}
+    assert split_config(config) == (config, {})
+    joined = joined_config(FAMILY.hf_config(FAMILY.flavors[flavor]), outer, FAMILY.multimodal, FAMILY.flavors[flavor], dtype="bfloat16")  # fmt: skip  # noqa: E501
+    again, other = split_config(joined)
+    assert read_hf_config(again) == (FAMILY, FAMILY.flavors[flavor]) and other == outer
+
+
+@pytest.mark.parametrize("flavor", FAMILY.flavors)
+def test_what_is_written_is_read_and_is_what_transformers_reads(flavor, tmp_path):
+    args = FAMILY.flavors[flavor]
+    written = json.loads(json.dumps(FAMILY.hf_config(args)))
+    assert read_hf_config(written) == (FAMILY, args)
+    theirs = Llama4TextConfig(**written)
+    assert read_hf_config(json.loads(theirs.to_json_string()) | {"architectures": [TEXT.architecture]})[1] == args
+    rotates = [int(n not in args.layers_without_positions) for n in range(args.num_layers)]
+    assert theirs.no_rope_layers == rotates and theirs.moe_layers == list(args.sparse_layers)
+    by_step = Llama4TextConfig(**{k: v for k, v in written.items() if k not in ("moe_layers", "no_rope_layers", "layer_types")})  # fmt: skip  # noqa: E501
+    assert (by_step.no_rope_layers, by_step.moe_layers) == (rotates, list(args.sparse_layers))  # for other readers
+
+
+def test_numbers_left_out_are_the_defaults_of_the_class():
+    sizes = {k: SCOUT[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    for layers in (4, 7, 48):
+        found = read_hf_config({"model_type": "llama4_text", "num_hidden_layers": layers} | sizes)[1]
+        full = json.loads(Llama4TextConfig(num_hidden_layers=layers).to_json_string())
+        assert found == read_hf_config(full)[1]
+        assert found.layers_without_positions == tuple(range(3, layers, 4)) and found.temperature == 0.1
+        assert found.norm_eps == 1e-5 and found.rope_theta == 500000 and found.chunk == 8192
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"no_rope_layers": [1, 1]}, "no_rope_layers = .*not a list of 4 entries"),
+        ({"no_rope_layers": [1, 2, 1, 0]}, "not a list of 0 and 1"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types = .*not a list of 4 entries"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention in layers whose entry in no_rope_layers is 0"),
+        ({"layer_types": ["chunked_attention", *["full_attention"] * 3]}, "in some of the layers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type yarn"),
+        ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning = 'yes'"),
+    ],
+)
+def test_what_no_model_of_titan_computes_is_refused(change, message):
+    with pytest.raises(UnsupportedError, match=message):
+        read_hf_config(TINY | {"model_type": "llama4_text"} | change)
+
+
+def test_contradictions_are_errors():
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is True, and False in text_config"):
+        split_config(OUTER | {"text_config": SCOUT | {"tie_word_embeddings": False}, "tie_word_embeddings": True})
+    with pytest.raises(CheckpointError, match="text_config is a list"):
+        split_config(OUTER | {"text_config": []})
+    with pytest.raises(CheckpointError, match="attention_chunk_size is null"):
+        kinds = [*["chunked_attention"] * 3, "full_attention"]
+        read_hf_config(TINY | {"model_type": "llama4_text", "layer_types": kinds, "attention_chunk_size": None})
+
+
+def test_layers_without_chunks():
+    """null is transformers 4's, with which 5.23 fails; layer_types are 5's."""
+    base = TINY | {"model_type": "llama4_text"}
+    for change in ({"attention_chunk_size": None}, {"layer_types": ["full_attention"] * 4}):
+        args = read_hf_config(base | change)[1]
+        assert args.chunk is None
+        assert FAMILY.hf_config(args)["attention_chunk_size"] == args.max_seq_len
+        assert read_hf_config(FAMILY.hf_config(args))[1] == args
+
+
+def test_every_field_of_the_class_is_classified():
+    assert {f.name for f in fields(Llama4TextConfig)} == LLAMA4_FIELDS.keys()
+
+
+def changes() -> dict[str, dict[str, Any]]:
+    """What to put into config.json, by a name that says it."""
+    by_type: dict[str, list[Any]] = {
+        "float": [0.25, 1e-3, 1, None, "0.1"],
+        "bool": [True, False, 1, "true", None],
+        "list": [None, [], [0, 1, 1, 0], [1, 1, 1, 1], [2], "x"],
+        "int": [1, 2, 3, 6, 16, 33, None, "4", 8.0],
+    }
+    special: dict[str, list[Any]] = {
+        "hidden_act": [*ACT2FN, None, "no_such"],
+        "architectures": [None, [], ["LlamaModel"]],
+        "layer_types": [
+            None,
+            ["full_attention"] * 4,
+            [*["chunked_attention"] * 3, "full_attention"],
+            ["chunked_attention"] * 4,
+        ],  # fmt: skip  # noqa: E501
+        "moe_layers": [None, [], [0], [1, 3], [3, 1, 1], [0, 1, 2, 3], [9]],
+        "rope_parameters": [None, {"rope_theta": 3e3, "rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}],
+        "attn_temperature_tuning": [True, False, 4, 0, None],
+        "dtype": ["float32", "bfloat16"],
+        "transformers_version": ["4.57.1", "5.2.0"],
+        "id2label": [None],
+        "label2id": [None],
+        "problem_type": [None],
+        "eos_token_id": [0, [1, 2], None],
+    }
+    found = {}
+    for f in fields(Llama4TextConfig):
+        kind = str(f.type)
+        values = special.get(f.name) or next((v for word, v in by_type.items() if word in kind), [None])
+        for value in values:
+            found[f"{f.name} = {value!r}"] = {f.name: value}
+    found |= {f"no {key}": {key: ...} for key in TINY}
+    scaled = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    found["rope_scaling"] = {"rope_scaling": scaled | {"original_max_position_embeddings": 16}, "rope_theta": 3e3}
+    found["theta alone"] = {"rope_theta": 3e3, "rope_parameters": ...}
+    return found
+
+
+MUST = (
+    *("floor_scale = 3", "attn_scale = 0.25", "attn_temperature_tuning = False", "use_qk_norm = False"),
+    *("moe_layers = [1, 3]", "moe_layers = []", "interleave_moe_layer_step = 2", "no_rope_layers = [0, 1, 1, 0]"),
+    *("no_rope_layers = []", "no_rope_layer_interval = 2", "attention_chunk_size = 3", "num_experts_per_tok = 3"),
+    *("intermediate_size = 33", "intermediate_size_mlp = 33", "rms_norm_eps = 0.25", "tie_word_embeddings = True"),
+    *("num_key_value_heads = 1", "head_dim = 6", "rope_scaling", "theta alone"),
+    *("no head_dim", "no num_key_value_heads", "no attn_scale", "layer_types = None"),
+)
+
+
+def outcome(folder, change: dict[str, Any]) -> str:
+    """ "same", "refused", "not transformers" where it fails itself, or what is wrong."""
+    folder.mkdir()
+    content = {"architectures": [TEXT.architecture], "model_type": TEXT.model_type} | TINY | change
+    content = {key: value for key, value in content.items() if value is not ...}
+    tokens = torch.randint(0, 16, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+    try:
+        config = Llama4TextConfig(**{k: v for k, v in content.items() if k != "model_type"})
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Llama4ForCausalLM(config).eval()
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    std = 1.0 if ".router." in name else 0.3
+                    parameter.copy_(torch.randn_like(parameter) * std + ("norm.weight" in name))
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            theirs, why = model.float()(tokens[None]).logits[0].double(), None
+    except Exception as error:  # whatever transformers raises: there is nothing to compare with
+        theirs, why = None, error
+    (folder / "config.json").write_text(json.dumps(content))
+    try:
+        if theirs is None:
+            read_model_info(folder)
+            return f"not transformers: {why}"
+        with open_native(folder) as weights:
+            arrays = {fqn: weights.read(fqn) for fqn in weights.tensors}
+            ours = native_logits(arrays, tokens, weights.info.args)
+    except TitanError as error:
+        return f"refused: {error.message}"
+    off, allowed = (ours - theirs).abs().max(), 1e-4 * theirs.abs().max()
+    return "same" if off <= allowed else f"logits differ by {off:.3g}, allowed {allowed:.3g}"
+
+
+def check(tmp_path, chosen: dict[str, dict[str, Any]]) -> dict[str, str]:
+    outcomes = {said: outcome(tmp_path / str(n), change) for n, (said, change) in enumerate(chosen.items())}
+    wrong = {said: how for said, how in outcomes.items() if not how.startswith(("same", "refused", "not transformers"))}
+    assert not wrong, wrong
+    return outcomes
+
+
+def test_a_sample_of_changes(tmp_path):
+    every = changes()
+    chosen = {said: every[said] for said in (*MUST[::4], *random.Random(7).sample(sorted(every), 10))}
+    outcomes = check(tmp_path, chosen)
+    assert {outcomes[said] for said in MUST[::4]} == {"same"}
+
+
+@pytest.mark.slow
+def test_every_change(tmp_path):
+    outcomes = check(tmp_path, changes())
+    assert {said: outcomes[said] for said in MUST if outcomes[said] != "same"} == {}
+
+
+# params.json
+
+
+@pytest.mark.parametrize("flavor", [name for name in FAMILY.flavors if name != "debug_scout" and name != "debug_maverick"])  # fmt: skip  # noqa: E501
+def test_params_are_read_as_they_are_written(flavor):
+    args = FAMILY.flavors[flavor]
+    params = json.loads(json.dumps(FAMILY.meta_params(args)))
+    assert read_meta_params(params, {}) == (FAMILY, replace(args, max_seq_len=262144))
+    assert read_meta_params({"model": params}, {}) == (FAMILY, replace(args, max_seq_len=262144))
+
+
+def test_params_as_meta_published_them():
+    """Of Scout, without what its code computes: widths 16,384 and 8,192 (args.py, moe.py), and a factor of 16."""
+    params = {
+        "dim": 5120,
+        "n_layers": 48,
+        "n_heads": 40,
+        "n_kv_heads": 8,
+        "vocab_size": 202048,
+        "ffn_dim_multiplier": 1.2,
+        "ffn_exp": 4.0,
+        "multiple_of": 2048,
+        "norm_eps": 1e-05,
+        "attention_chunk_size": 8192,
+        "rope_theta": 500000.0,
+        "use_scaled_rope": True,
+        "nope_layer_interval": 4,
+        "use_qk_norm": True,
+        "moe_args": {"num_experts": 16, "capacity_factor": 1.0, "auto_scale_F": True, "top_k": 1},
+    }
+    scout = replace(FAMILY.flavors["17bx16e_irope"], max_seq_len=262144, temperature=None)
+    assert read_meta_params(params, {})[1] == scout
+    tuned = read_meta_params(params | {"attn_temperature_tuning": True}, {})[1]
+    assert tuned == replace(scout, temperature=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 64}, "head_dim 64"),
+        ({"sparse_layers": (0, 3)}, r"experts in the layers \[0, 3\]"),
+        ({"sparse_layers": ()}, r"experts in the layers \[\]"),
+        ({"layers_without_positions": (0,)}, r"layers without positions \[0\]"),
+        ({"rope_scaling": RopeScaling(16.0, 2.0, 4.0, 8192)}, "low_freq_factor"),
+    ],
+)
+def test_params_that_cannot_say_it_are_not_written(change, message):
+    with pytest.raises(UnsupportedError, match=message):
+        FAMILY.meta_params(replace(FAMILY.flavors["debugmodel_irope"], **change))
+
+
+@pytest.mark.parametrize("change", [{"moe_args": {}}, {"dim": None}, {"moe_args": {"num_experts": 4}, "ffn_exp": None}])
+def test_missing_numbers_are_errors(change):
+    with pytest.raises(CheckpointError, match="lacks numbers"):
+        read_meta_params(FAMILY.meta_params(FAMILY.flavors["debugmodel"]) | change, {})
+
+
+def test_a_text_model_of_the_multimodal_class():
+    theirs = json.loads(Llama4Config(text_config=TINY).to_json_string()) | {"architectures": OUTER["architectures"]}
+    assert read_hf_config(split_config(theirs)[0])[1] == read_hf_config(TINY | {"model_type": "llama4_text"})[1]

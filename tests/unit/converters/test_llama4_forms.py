@@ -1,0 +1,296 @@
+"""Llama 4 in every format: text and multimodal folders of transformers, Meta's shards, DCP; values against torch's."""
+
+import io
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
+
+from converters.containers.torch_file import read_catalog
+from converters.convert import convert
+from converters.diff import diff
+from converters.errors import CheckpointError, ConfigError, UnsupportedError
+from converters.families.registry import get_family
+from converters.formats.base import OutputOptions
+from converters.inspect import inspect_checkpoint
+from converters.mesh_shape import MeshShape
+from converters.multimodal import EXTRA_REASON
+from converters.reshard import reshard
+from converters.verify import verify
+from converters.weights import open_native
+from tests.big_shapes import llama4, write_sparse_hf
+from tests.tiny_llama4 import (
+    PROCESSOR,
+    meta_params,
+    meta_shards,
+    native_arrays,
+    native_logits,
+    text_state,
+    write_llama4,
+    write_meta,
+)
+from tests.unit.converters.families.test_llama4_config import MAVERICK, OUTER, SCOUT
+
+FAMILY = get_family("llama4")
+TOKENS = torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(1))
+FORMS = {
+    "dcp": ("dcp", OutputOptions()),
+    "dcp for a mesh": ("dcp", OutputOptions(mesh=MeshShape(pp=2, dp_shard=5))),
+    "dcp for experts": ("dcp", OutputOptions(mesh=MeshShape(dp_shard=4, tp=2, ep=4))),
+    "torch": ("torch", OutputOptions()),
+    "hf": ("hf", OutputOptions(shard_bytes=30_000)),
+    "meta": ("meta", OutputOptions()),
+    "meta, 2 shards": ("meta", OutputOptions(num_shards=2)),
+    "meta, 4 shards": ("meta", OutputOptions(num_shards=4)),
+}
+
+
+@pytest.fixture(scope="module", params=["scout", "maverick", "square"])
+def source(request, tmp_path_factory):
+    """(name, model, root): root/hf, a text folder that transformers wrote, and root/dcp."""
+    root = tmp_path_factory.mktemp(request.param)
+    model = write_llama4(root / "hf", request.param)
+    convert(root / "hf", root / "dcp", to="dcp")
+    return request.param, model, root
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(model, root): root/hf, a multimodal folder that transformers wrote, and root/dcp with all of it."""
+    root = tmp_path_factory.mktemp("multimodal")
+    model = write_llama4(root / "hf", "maverick", multimodal=True, dtype="bfloat16")
+    convert(root / "hf", root / "dcp", to="dcp", keep_extra=True)
+    return model, root
+
+
+def stored(folder):
+    """Every tensor of an HF folder."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def loaded(folder, model):
+    """The native weights, as stock torch loads them."""
+    state = {name: torch.full(array.shape, torch.nan) for name, array in native_arrays(model).items()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [n for n, t in found.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
+
+
+def test_native_values_are_those_of_transformers(source):
+    _, model, root = source
+    state, expected = loaded(root / "dcp", model), native_arrays(model)
+    assert_equal(state, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in expected.items()})
+    with torch.no_grad(), open_native(root / "dcp") as weights:
+        theirs = model.double()(TOKENS[None]).logits[0]
+        ours = native_logits({fqn: weights.read(fqn) for fqn in weights.tensors}, TOKENS, weights.info.args)
+    model.float()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_there_and_back(source, form, tmp_path):
+    _, model, root = source
+    to, options = FORMS[form]
+    convert(root / "hf", tmp_path / "out", to=to, options=options)
+    assert verify(tmp_path / "out").ok
+    assert diff(root / "dcp", tmp_path / "out").equal
+    convert(tmp_path / "out", tmp_path / "hf", to="hf")
+    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "hf", root / "hf"))
+    assert {k: v for k, v in ours.items() if v != theirs[k]}.keys() <= {"_name_or_path"}
+    if to != "meta":  # the same values in the same row order: from HF and from it, the same bytes
+        convert(tmp_path / "out", tmp_path / "dcp", to="dcp")
+        assert_equal(loaded(tmp_path / "dcp", model), loaded(root / "dcp", model))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_metas_shards(source, count, tmp_path):
+    """Read: the values of transformers. Written: the tensors of the release, bit for bit, in each of its files."""
+    _, model, root = source
+    write_meta(tmp_path / "release", model, count)
+    report = convert(tmp_path / "release", tmp_path / "hf", to="hf")
+    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    dropped = {name.split(".")[-1] for name in report.dropped}
+    statistics = {"expert_activation_DE", "global_gate_stats_3E", "running_gate_stats_3E"}
+    assert dropped == statistics | {"freqs", "class_embedding", "weight"}  # rope.freqs and two of vision
+    assert any("_extra_state of 10 modules is not read" in remark for remark in report.remarks)
+    options = OutputOptions(num_shards=count)
+    convert(root / "dcp", tmp_path / "written", to="meta", options=options)
+    for rank, expected in enumerate(meta_shards(model, count)):
+        file = f"consolidated.{rank:02}.pth"
+        found = torch.load(tmp_path / "written" / file, weights_only=True)
+        expected = {n: t for n, t in expected.items() if torch.is_tensor(t) and n.split(".")[-1] not in statistics}
+        expected = {n: t for n, t in expected.items() if not n.startswith(("vision", "rope"))}
+        assert_equal(found, expected)
+    assert diff(tmp_path / "written", tmp_path / "release").equal
+    for file in ("titan_model.json", "titan_manifest.json"):  # params.json alone
+        (tmp_path / "written" / file).unlink()
+    assert diff(tmp_path / "written", root / "hf").equal
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80some bytes"])
+def test_states_of_kernels_are_bytes(data, tmp_path):
+    torch.save({"a._extra_state": io.BytesIO(data), "a": torch.ones(2)}, tmp_path / "file.pth")
+    assert read_catalog(tmp_path / "file.pth").values == {"a._extra_state": data}
+
+
+def test_renamed_experts_of_a_release_are_seen(source, tmp_path):
+    """Gate and up exchanged: the values differ, and the comparison says how."""
+    _, model, root = source
+    write_meta(tmp_path / "release", model)
+    file = tmp_path / "release/consolidated.00.pth"
+    state = torch.load(file, weights_only=False)
+    one, other = (f"layers.3.feed_forward.experts.{name}" for name in ("moe_w_in_eD_F", "moe_w_swiglu_eD_F"))
+    state[one], state[other] = state[other], state[one]
+    torch.save(state, file)
+    found = diff(tmp_path / "release", root / "dcp")
+    assert {d.name for d in found.differences} == {"layers.3.moe.experts.w1", "layers.3.moe.experts.w3"}
+    assert all("gate and up are swapped" in d.detail for d in found.differences)
+
+
+def test_matrices_that_are_not_transposed_are_seen(tmp_path):
+    """Of square experts no shape tells; the comparison does."""
+    write_llama4(tmp_path / "hf", "square")
+    convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    name = "model.layers.1.feed_forward.experts.down_proj"
+    tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    (found,) = diff(tmp_path / "hf", tmp_path / "dcp").differences
+    assert found.name == "layers.1.moe.experts.w2" and "equal after a transpose" in found.detail
+
+
+def test_a_text_model_is_what_is_left_of_a_multimodal_one(whole, tmp_path):
+    model, root = whole
+    report = convert(root / "hf", tmp_path / "dcp", to="dcp")
+    extras = {name for name, reason in report.dropped.items() if reason == EXTRA_REASON}
+    assert extras == {n for n in stored(root / "hf") if not n.startswith("language_model.")}
+    assert any(f"{len(extras)} tensors of encoders of other media" in remark for remark in report.remarks)
+    assert any("preprocessor_config.json" in remark for remark in report.remarks)
+    convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
+    assert_equal(stored(tmp_path / "hf"), text_state(model))
+    text = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
+    assert type(text).__name__ == "Llama4ForCausalLM"
+    assert not set(PROCESSOR) & {path.name for path in (tmp_path / "hf").iterdir()}
+    with torch.no_grad():
+        assert torch.equal(text(TOKENS[None]).logits, model(TOKENS[None]).logits)
+
+
+@pytest.mark.parametrize("form", ["dcp", "dcp for a mesh", "torch", "hf"])
+def test_a_multimodal_checkpoint_is_complete_again(whole, form, tmp_path):
+    model, root = whole
+    to, options = FORMS[form]
+    convert(root / "hf", tmp_path / "out", to=to, options=options, keep_extra=True)
+    assert verify(tmp_path / "out").ok
+    convert(tmp_path / "out", tmp_path / "hf", to="hf", keep_extra=True if to == "hf" else None)
+    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "hf", root / "hf"))
+    assert {k for k, v in ours.items() if v != theirs[k]} <= {"_name_or_path"}
+    for file, content in PROCESSOR.items():
+        assert json.loads((tmp_path / "hf" / file).read_text()) == content
+    if form == "dcp":
+        again = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
+        with torch.no_grad():
+            assert torch.equal(again(TOKENS[None]).logits, model(TOKENS[None]).logits)
+
+
+def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
+    model, root = whole
+    extras = {name: tensor for name, tensor in stored(root / "hf").items() if not name.startswith("language_model.")}
+    state = {name: torch.empty_like(tensor) for name, tensor in extras.items()}
+    dcp.load(state, checkpoint_id=root / "dcp", no_dist=True)  # stock torch
+    assert_equal(state, extras)
+    with open_native(root / "dcp") as weights:
+        assert not weights.extras and weights.tensors.keys() == native_arrays(model).keys()
+    reshard(root / "dcp", tmp_path / "resharded", mesh=MeshShape(dp_shard=2))
+    compared = diff(tmp_path / "resharded", root / "dcp")
+    assert compared.equal and compared.num_equal == len(extras) + len(native_arrays(model))
+    with_text = convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)
+    assert with_text.num_tensors == len(native_arrays(model))
+    assert diff(tmp_path / "text", root / "hf").not_compared == dict.fromkeys(
+        ("multi_modal_projector", "vision_model"), "only in B"
+    )
+    assert f"{len(extras)} tensors beside the text model" in inspect_checkpoint(root / "dcp").parts
+    meta = convert(root / "dcp", tmp_path / "meta", to="meta")
+    assert set(extras) <= meta.dropped.keys() and diff(tmp_path / "meta", tmp_path / "text").equal
+
+
+def test_other_values_beside_the_text_model_are_a_difference(whole, tmp_path):
+    _, root = whole
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    tensors["vision_model.class_embedding"][3] += 1
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    assert [d.name for d in diff(tmp_path / "hf", root / "dcp").differences] == ["vision_model.class_embedding"]
+
+
+def test_nothing_to_keep(source, whole, tmp_path):
+    _, _, root = source
+    with pytest.raises(ConfigError, match="holds only a text model"):
+        convert(root / "hf", tmp_path / "out", to="dcp", keep_extra=True)
+    shutil.copytree(whole[1] / "hf", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config["text_config"]))
+    with pytest.raises(ConfigError, match="no config.json of Llama4ForConditionalGeneration"):
+        convert(tmp_path / "hf", tmp_path / "out", to="dcp", keep_extra=True)
+    assert diff(tmp_path / "hf", whole[1] / "dcp").num_equal  # the text model is described all the same
+
+
+def test_formats_without_such_models(source, tmp_path):
+    _, _, root = source
+    with pytest.raises(UnsupportedError, match="torchtune 0.6.1"):
+        convert(root / "dcp", tmp_path / "out", to="torchtune")
+    with pytest.raises(ConfigError, match="--num-shards 8"):
+        convert(root / "dcp", tmp_path / "out", to="meta", options=OutputOptions(num_shards=8))
+    with pytest.raises(ConfigError, match="--fused-experts"):
+        convert(root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(fused_experts=True))
+    with pytest.raises(UnsupportedError, match="experts of a layer as one tensor"):
+        convert(root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize="fp8"))
+
+
+def test_quantized_releases_are_refused(source, tmp_path):
+    _, model, _ = source
+    write_meta(tmp_path / "release", model)
+    params = meta_params(model) | {"quantization_args": {"scheme": "int4_weight_int8_dynamic_activation"}}
+    (tmp_path / "release/params.json").write_text(json.dumps(params))
+    with pytest.raises(UnsupportedError, match="quantization_args"):
+        convert(tmp_path / "release", tmp_path / "out", to="dcp")
+
+
+def test_experts_in_another_form_are_listed(source, tmp_path):
+    _, _, root = source
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | {"num_local_experts": 6}))
+    with pytest.raises(CheckpointError, match=r"gate_up_proj  is \[12, 64, "):
+        convert(tmp_path / "hf", tmp_path / "out", to="dcp")
+
+
+@pytest.mark.parametrize(("name", "num_experts", "step"), [("17bx16e_irope", 16, 1), ("17bx128e_irope", 128, 2)])
+def test_the_published_sizes_are_planned_in_seconds(name, num_experts, step, tmp_path):
+    """There and back; 0.3 s of CPU each."""
+    text = SCOUT if num_experts == 16 else MAVERICK
+    write_sparse_hf(
+        tmp_path / "hf", llama4(num_experts, step), shard_bytes=5 * 10**9, config=OUTER | {"text_config": text}
+    )
+    started = time.process_time()
+    mesh = OutputOptions(mesh=MeshShape(dp_shard=8, tp=8, ep=8))
+    report = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp", options=mesh, keep_extra=True, dry_run=True)
+    convert(tmp_path / "hf", tmp_path / "meta", to="meta", options=OutputOptions(num_shards=8), dry_run=True)
+    assert time.process_time() - started < 10
+    num_values = FAMILY.num_parameters(FAMILY.flavors[name])
+    assert 0 <= report.num_bytes - 2 * (num_values + 1408) - 4 * num_experts * 48 // step < 64 << 20
+    assert report.needs.memory_bytes < 400 << 20
