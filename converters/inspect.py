@@ -12,7 +12,7 @@ from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import Experts, Naming, Role, args_to_json
+from converters.families.base import Experts, GroupedQuery, Naming, Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.manifest import manifest_of
@@ -91,7 +91,11 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         model_problem=problem,
         quantization=_quantization(catalog, quantized),
         step=_step(catalog, values),
-        num_parameters=sum(prod(t.shape) for n, t in weights.tensors.items() if n not in scales),
+        num_parameters=sum(
+            prod(quantized.scheme.values_shape(t.shape) if quantized and n in quantized.expressions else t.shape)
+            for n, t in weights.tensors.items()
+            if n not in scales
+        ),
         dtypes=count_dtypes({n: TensorInfo(t.dtype, t.shape) for n, t in weights.tensors.items()}),
         num_bytes=catalog.num_bytes,
         num_files=len(files),
@@ -144,9 +148,16 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
     if of := get_family(info.family).multimodal:
         beside = sum(is_named(name, of.extras) for name in weights.tensors)
         latent += [f"{beside:,} tensors beside the text model"] if beside else []
+    windows = Counter(b.attention.window for b in blocks if isinstance(b.attention, GroupedQuery))
+    latent += [
+        f"a window of {window:,} tokens in {number} of {len(blocks)} layers"
+        for window, number in windows.items()
+        if window is not None
+    ]
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
     found = {
         "q/k norms": has_head_norms,
+        "attention sinks": get_family(info.family).has_role(Role.SINK, info.args),
         "attention biases": info.args.attention_bias,
         "mlp biases": info.args.mlp_bias,
     }

@@ -77,8 +77,8 @@ def plan_quantization(
 ) -> Quantization:
     """Plan to quantize the linear layers and experts among `tensors` (the target's; their native names: `native_of`).
 
-    `scales_from`: an fp8 copy of the model, whose scales are kept, and which says which weights are quantized. Without
-    one, scales that differ from those of a source that is quantized itself are counted.
+    `scales_from`: a quantized copy of the model, whose scales are kept, and which says which weights are quantized.
+    Without one, scales that differ from those of a source that is quantized itself are counted.
     """
     scheme, info = parse_quantize(quantize), weights.info
     covered = {p.fqn for p in get_family(info.family).parameters(info.args) if scheme.covers(p)}
