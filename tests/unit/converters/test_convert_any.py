@@ -228,8 +228,6 @@ def test_through_every_format_in_turn(source, tmp_path):
 def test_logits_of_the_trainer_s_model(source, tmp_path):
     """HF → DCP → the model that `titan train` builds, against transformers; bound by transformers' own rounding."""
     name, folder, model = source
-    if name == "gpt-oss":
-        pytest.skip("tests/unit/trainer/models compares the trainer's model of it")
     mesh = MeshShape(dp_shard=3, tp=1 if name == "qwen3 moe" else 2)
     convert(folder, tmp_path / "dcp", to="dcp", source="hf", options=OutputOptions(mesh=mesh))
     with open_native(tmp_path / "dcp") as weights:
