@@ -11,7 +11,15 @@ from typing import Any
 from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, UnsupportedError
 from converters.json_file import read_json, write_json
-from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.names import (
+    ASSETS_FOLDER,
+    HF_GENERATION_CONFIG,
+    MOONSHOT_RANKS,
+    TIKTOKEN_MODEL,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+)
+from converters.tokenizers import moonshot
 from converters.tokenizers.agreement import disagreement
 from converters.tokenizers.config_tokens import count_lacking, read_table, token_text, tokens_only_in_config
 from converters.tokenizers.sentencepiece_model import (
@@ -31,6 +39,7 @@ from converters.tokenizers.tiktoken_model import (
 CARRIED = (
     TOKENIZER_JSON,
     TIKTOKEN_MODEL,
+    MOONSHOT_RANKS,
     TOKENIZER_CONFIG,
     HF_GENERATION_CONFIG,
     "special_tokens_map.json",
@@ -46,7 +55,7 @@ _DOCUMENT = re.compile(
 )
 _MOST_OF_DOCUMENT = 16 << 20  # bytes
 _WEIGHTS = re.compile(r"\.metadata|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)")
-TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL)
+TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL, MOONSHOT_RANKS)
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for all but the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
@@ -139,6 +148,8 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
         return {"bos_token_id": id_of[BEGIN], "eos_token_id": ends} if ends and BEGIN in id_of else {}
     if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
         return model.token_ids()
+    if MOONSHOT_RANKS in assets and TOKENIZER_JSON not in assets and TIKTOKEN_MODEL not in assets:
+        return dict(moonshot.named_ids(assets, TOKEN_IDS))
     return {}
 
 
@@ -213,6 +224,8 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
             if (model := read_sentencepiece(path)) is None:
                 return f"{TIKTOKEN_MODEL} is copied unread: it is neither tiktoken nor SentencePiece"
             require_exact(model)
+        elif to == "hf" and MOONSHOT_RANKS in assets and TOKENIZER_JSON not in assets:
+            return f"transformers opens {MOONSHOT_RANKS} with a Python class of the model's folder, which is not copied"
     except CheckpointError:  # another remark says that it cannot be read
         return ""
     except UnsupportedError as error:
@@ -232,6 +245,8 @@ def largest_token_id(assets: Mapping[str, Path]) -> int | None:
         return max(read_ranks(assets[TIKTOKEN_MODEL]).values(), default=None)
     if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
         return len(model.pieces) - 1
+    if MOONSHOT_RANKS in assets and TIKTOKEN_MODEL not in assets:
+        return max(moonshot.special_tokens(assets, len(read_ranks(assets[MOONSHOT_RANKS]))).values())
     return None
 
 

@@ -6,27 +6,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from converters.catalog import Box, TensorInfo
-from converters.expressions import Expression, Fp8Blocks, Stack
+from converters.errors import CheckpointError
+from converters.expressions import Expression, Fp8Blocks, Mxfp4Blocks, Stack
 from converters.fp8 import num_blocks
+from converters.mxfp4 import BLOCK, CODE_BYTES, NOT_A_NUMBER
 from converters.quantization import CODES
 from converters.view import View
 
+FP8, MXFP4 = "float8", "mxfp4"  # StoredBlocks.format
 CODES_OF, SCALES_OF = "codes of ", "scales of "  # before a weight's name: what `BlocksSource` lists for it
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlocks:
-    """A weight's codes, and the scales of its blocks: of [..., rows, columns] one per `block` of the last two dims."""
+    """A weight's codes, and the scales of its blocks: of [..., rows, columns] one per `block` of the last two dims.
+
+    In mxfp4 the codes of a block are bytes of a dim of their own, [..., rows, blocks, 16].
+    """
 
     codes: Expression
     scales: Expression
     block: tuple[int, int]
+    format: str = FP8
 
 
 class BlocksSource:
     """A view that also lists `codes of X` and `scales of X` of each weight X whose blocks are stored whole.
 
-    Raises CheckpointError as the view does. Scales are float32.
+    Raises CheckpointError as the view does. Scales are float32, those of mxfp4 bytes.
     """
 
     def __init__(self, view: View):
@@ -37,6 +44,10 @@ class BlocksSource:
         for fqn, stored in self.blocks.items():
             *rest, rows, columns = view.tensors[fqn].shape
             in_blocks = (*rest, num_blocks(rows, stored.block[0]), num_blocks(columns, stored.block[1]))
+            if stored.format == MXFP4:
+                tensors[CODES_OF + fqn] = TensorInfo("uint8", (*in_blocks, CODE_BYTES))
+                tensors[SCALES_OF + fqn] = TensorInfo("uint8", in_blocks)
+                continue
             tensors[CODES_OF + fqn] = TensorInfo(CODES, view.tensors[fqn].shape)
             tensors[SCALES_OF + fqn] = TensorInfo("float32", in_blocks)
         self.tensors: Mapping[str, TensorInfo] = tensors
@@ -46,9 +57,19 @@ class BlocksSource:
         if fqn.startswith(CODES_OF):
             return self.blocks[fqn.removeprefix(CODES_OF)].codes.read(self._view.source, box)
         if fqn.startswith(SCALES_OF):
-            scales = self.blocks[fqn.removeprefix(SCALES_OF)].scales.read(self._view.source, box)
-            return scales.astype(np.float32)
+            stored = self.blocks[fqn.removeprefix(SCALES_OF)]
+            scales = stored.scales.read(self._view.source, box)
+            if stored.format == FP8:
+                return scales.astype(np.float32)
+            if (scales == NOT_A_NUMBER).any():
+                raise CheckpointError(f"{fqn} has a scale of {NOT_A_NUMBER}, which stands for NaN")
+            return scales
         return self._view.read(fqn, box)
+
+    @property
+    def format(self) -> str | None:
+        """Of its blocks: that of the first weight that has some."""
+        return next((stored.format for stored in self.blocks.values()), None)
 
 
 def _stored_blocks(expression: Expression) -> StoredBlocks | None:
@@ -56,9 +77,11 @@ def _stored_blocks(expression: Expression) -> StoredBlocks | None:
     match expression:
         case Fp8Blocks(codes, scales, block):
             return StoredBlocks(codes, scales, block)
+        case Mxfp4Blocks(codes, scales):
+            return StoredBlocks(codes, scales, (1, BLOCK), MXFP4)
         case Stack(parts):
             found = [stored for part in parts if (stored := _stored_blocks(part))]
-            if found and len(found) == len(parts):
+            if found and len(found) == len(parts) and len({(each.format, each.block) for each in found}) == 1:
                 of_codes, of_scales = tuple(each.codes for each in found), tuple(each.scales for each in found)
-                return StoredBlocks(Stack(of_codes), Stack(of_scales), found[0].block)
+                return StoredBlocks(Stack(of_codes), Stack(of_scales), found[0].block, found[0].format)
     return None

@@ -177,6 +177,114 @@ ODD = """\
 {{ seen.user }}{{ unknown }}{{ pad_token }}
 
 """
+# Macros, a date, a system message of its own, answers in channels of which earlier thoughts are left out: GPT-OSS's way
+HARMONY = """\
+{#- a conversation in channels #}
+{%- macro render_tools(namespace_name, tools) -%}
+    {{- "## " + namespace_name + "\n\n" }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- "// " + tool.description + "\ntype " + tool.name + " = (_: " + tool.parameters|tojson + ") => any;\n" }}
+        {%- if not loop.last %}{{- "\n" }}{%- endif %}
+    {%- endfor %}
+{%- endmacro -%}
+{%- macro build_system_message() -%}
+    {%- if model_identity is not defined %}
+        {%- set model_identity = "You are ChatGPT, a large language model trained by OpenAI." %}
+    {%- endif %}
+    {{- model_identity + "\nKnowledge cutoff: 2024-06\nCurrent date: " + strftime_now("%Y-%m-%d") + "\n\n" }}
+    {%- if reasoning_effort is not defined %}
+        {%- set reasoning_effort = "medium" %}
+    {%- endif %}
+    {{- "Reasoning: " + reasoning_effort + "\n\n" }}
+    {%- if builtin_tools is defined and builtin_tools is not none %}
+        {{- "# Tools\n\n" }}
+        {%- set available = namespace(browser=false) %}
+        {%- for tool in builtin_tools %}{%- if tool == "browser" %}{%- set available.browser = true %}{%- endif %}
+        {%- endfor %}
+        {{- available.browser | tojson }}
+    {%- endif %}
+    {{- "# Valid channels: analysis, commentary, final. Channel must be included for every message." }}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" }}
+{{- build_system_message() }}
+{{- "<|end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+    {%- set developer_message = messages[0].content %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set developer_message = "" %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if developer_message or tools %}
+    {{- "<|start|>developer<|message|>" }}
+    {%- if developer_message %}{{- "# Instructions\n\n" + developer_message + "\n\n" }}{%- endif %}
+    {%- if tools -%}{{- "# Tools\n\n" }}{{- render_tools("functions", tools) }}{%- endif -%}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set last_tool_call = namespace(name=none) %}
+{%- for message in loop_messages -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if "content" in message %}
+            {%- if "<|channel|>analysis<|message|>" in message.content
+                or "<|channel|>final<|message|>" in message.content %}
+                {{- raise_exception("You have passed a message containing <|channel|> tags in the content field.") }}
+            {%- endif %}
+        {%- endif %}
+        {%- if "tool_calls" in message %}
+            {%- set last_tool_call.name = message.tool_calls[0].name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {%- if "thinking" in message %}
+                {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+            {%- endif %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|return|>" }}
+        {%- else %}
+            {{- "<|start|>assistant<|channel|>final<|message|>" + message.content + "<|end|>" }}
+            {%- set last_tool_call.name = none %}
+        {%- endif %}
+    {%- elif message.role == 'tool' -%}
+        {%- if last_tool_call.name is none %}
+            {{- raise_exception("Message has tool role, but no earlier message calls a tool!") }}
+        {%- endif %}
+        {{- "<|start|>functions." + last_tool_call.name + " to=assistant<|channel|>commentary<|message|>" }}
+        {{- message.content|tojson + "<|end|>" }}
+    {%- elif message.role == 'user' -%}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|start|>assistant
+{%- endif -%}
+"""
+# Content that may be a list of parts, and tokens of its own: Llama 4's way
+LLAMA4 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- if messages[0]['content'] is string %}
+        {%- set system_message = messages[0]['content']|trim %}
+    {%- else %}
+        {%- set system_message = messages[0]['content'][0]['text']|trim %}
+    {%- endif %}
+    {%- set messages = messages[1:] %}
+    {{- "<|header_start|>system<|header_end|>\n\n" + system_message + "<|eot|>" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+    {{- '<|header_start|>' + message['role'] + '<|header_end|>\n\n' }}
+        {%- if message['content'] is string %}
+            {{- message['content'] }}
+        {%- else %}
+            {%- for content in message['content'] %}
+                {%- if content['type'] == 'text' %}{{- content['text'] | trim }}{%- endif %}
+            {%- endfor %}
+        {%- endif %}
+    {{- "<|eot|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|header_start|>assistant<|header_end|>\n\n' }}
+{%- endif %}
+"""
 TEMPLATES = {
     "chatml": CHATML,
     "llama31": LLAMA31,
@@ -185,11 +293,14 @@ TEMPLATES = {
     "deepseek": DEEPSEEK,
     "kimi": KIMI,
     "odd": ODD,
+    "harmony": HARMONY,
+    "llama4": LLAMA4,
 }
 SPECIAL = {
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
-    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>",
+    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|start|>", "<|end|>", "<|message|>",
+    "<|channel|>", "<|return|>", "<|call|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|eom|>",
 }  # fmt: skip
 
 

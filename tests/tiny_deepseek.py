@@ -50,8 +50,8 @@ NUMBERS = {  # model → numbers of its config
 }
 
 
-def write_deepseek(folder: Path, name: str = "v3", *, dtype: str = "float32", **numbers):
-    """Write an HF folder and return its model; `numbers` are the config's.
+def write_deepseek(folder: Path, name: str = "v3", *, dtype: str = "float32", std: float = 0.2, **numbers):
+    """Write an HF folder and return its model; `numbers` are the config's, `std` its matrices'.
 
     Every weight is random and large, so that none is like another; the router decides with a wide margin.
     """
@@ -66,8 +66,8 @@ def write_deepseek(folder: Path, name: str = "v3", *, dtype: str = "float32", **
         with torch.no_grad():
             for key, tensor in model.state_dict().items():
                 is_norm = tensor.ndim == 1 and "correction" not in key
-                std = 1.0 if ".mlp.gate." in key else 0.2
-                tensor.copy_(torch.randn_like(tensor) * (0.2 if is_norm else std) + is_norm)
+                size = 0.2 if is_norm else 1.0 if ".mlp.gate." in key else std
+                tensor.copy_(torch.randn_like(tensor) * size + is_norm)
     biases = {key: tensor.clone() for key, tensor in model.state_dict().items() if "correction" in key}
     model.to(getattr(torch, dtype))
     for key, bias in biases.items():  # stays float32, as in the published files

@@ -25,7 +25,7 @@ from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.mesh import Meshes
 from trainer.models.llama3.model import Transformer
-from trainer.models.registry import check_parameters, get_trainer_family
+from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
 from trainer.observability.log import note
 from trainer.observability.profiling import profiling_machine_problems
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
@@ -34,14 +34,9 @@ from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
-from trainer.parallel.document_attention import (
-    apply_document_attention,
-    choose_document_attention,
-    document_machine_problems,
-    positions_in_documents,
-)
+from trainer.parallel.document_attention import positions_in_documents
 from trainer.parallel.document_mask import attention_kernel
-from trainer.parallel.expert_parallel import apply_expert_parallel
+from trainer.parallel.expert_parallel import apply_expert_parallel, with_shared_gather
 from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
@@ -59,6 +54,12 @@ from trainer.parallel.fsdp import (
     keep_on_cpu,
     keeps_gathered,
     reshard_policy,
+)
+from trainer.parallel.masked_attention import (
+    apply_masks,
+    choose_masked_attention,
+    masked_layers,
+    masked_machine_problems,
 )
 from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
@@ -125,7 +126,7 @@ def build(
             parts,
             split,
             meshes["pp"].get_group(),
-            schedule=config.parallelism.pipeline_parallel_schedule,
+            schedule=job.schedule,
             microbatch=Microbatch(
                 size=job.microbatch_size,
                 local_len=config.training.seq_len // dims.cp,
@@ -164,7 +165,7 @@ def check_hardware(config: Config, device: torch.device) -> None:
             ep=degrees.expert_parallel_degree,
         ),
         *async_tensor_machine_problems(degrees, device),
-        *document_machine_problems(config, get_family(config.model.name), device),
+        *masked_machine_problems(config, get_family(config.model.name), device),
         *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),
         *checkpoint_machine_problems(config.checkpoint),
         *pinning_machine_problems(config.dataloader, config.validation_dataloader, device),
@@ -179,6 +180,7 @@ def build_part(job: Job, stage: int) -> Transformer:
     with torch.device("meta"):
         model = get_trainer_family(job.family.name).build_model(job.args).to(getattr(torch, job.config.training.dtype))
     check_parameters(model, parameters, family=job.family.name)
+    check_kinds(model, job.family, job.args)
     for parameter in parameters:
         if not parameter.is_trained:  # a router's bias is a sum of small moves
             owner, name = model.get_submodule(parameter.module), parameter.fqn.rpartition(".")[2]
@@ -195,7 +197,7 @@ def parallelize(
     collectives_of: str,
     imbalance: float | None = None,
 ) -> None:
-    """Float8 → documents → context → tensor → experts → checkpointing → compile → loss → FSDP.
+    """Float8 → masks → context → tensor → experts → checkpointing → compile → loss → FSDP.
 
     Each wraps the result of the previous one.
     """
@@ -209,17 +211,16 @@ def parallelize(
         apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
-    masked = None
-    if job.documents.mask != "none":
-        masked = choose_document_attention(attention_kernel(config, job.family), device)
-    if masked is not None and dims.cp == 1:
-        apply_document_attention(part, masked)
+    kernel, mask = choose_masked_attention(attention_kernel(config, job.family), device), job.documents.mask
+    masked = masked_layers(part, kernel, has_documents=mask != "none")
     if dims.cp > 1:
         dtype = getattr(torch, training.mixed_precision_param)
         uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=job.family.value_dim(job.args))
         apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
+    if masked or mask != "none":  # a stage may have no layers
+        apply_masks(part, masked, device, positions_restart=mask == "offsets")
     if dims.tp > 1:
-        plan = get_trainer_family(job.family.name).tensor_plan(parameters)
+        plan = with_shared_gather(get_trainer_family(job.family.name).tensor_plan(parameters), part, dims)
         apply_tp(
             part,
             meshes["tp"],
@@ -240,7 +241,7 @@ def parallelize(
         chunk_tokens=job.chunk_tokens,
         tp_mesh=meshes["tp"] if dims.tp > 1 else None,
         is_loss_parallel=loss_parallel,
-        all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
+        all_forward_first=dims.pp > 1 and job.schedule in ALL_FORWARD_FIRST,
     )
     if is_fsdp(training, parallelism, config.float8, dims):
         reshard, reshard_last = reshard_policy(

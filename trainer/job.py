@@ -25,7 +25,7 @@ from trainer.parallel.document_mask import document_problems, document_rules
 from trainer.parallel.experts import expert_problems
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
-from trainer.parallel.stages import StageSplit, split_model, stage_problems
+from trainer.parallel.stages import StageSplit, schedule_of, split_model, stage_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,11 @@ class Job:
     def chunk_tokens(self) -> int:
         """Tokens of one of these chunks."""
         return ceil(_forward_tokens(self.config, self.dims) / self.loss_chunks)
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's, which the number of microbatches may change."""
+        return schedule_of(self.config.parallelism, num_microbatches=self.num_microbatches, pp=self.dims.pp)
 
     @property
     def num_microbatches(self) -> int:
@@ -228,6 +233,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *document_problems(
             config,
             get_family(config.model.name),
+            args,
             dims,
             takes_documents=get_trainer_family(config.model.name).takes_documents,
         ),

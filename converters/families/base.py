@@ -253,6 +253,11 @@ class GroupedQuery:
     temperature: float | None = None
     temperature_length: int = 8192
 
+    @property
+    def needs_mask(self) -> bool:
+        """Whether it is more than causal attention of q and k to all tokens, which every kernel computes."""
+        return self.window is not None or self.chunk is not None or self.has_sinks
+
 
 @dataclass(frozen=True, slots=True)
 class Block:

@@ -29,7 +29,7 @@ def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], 
     config = read_json(assets[TOKENIZER_CONFIG])
     if all((text := token_text(config.get(key))) is None or text in id_of for key in _ENDS):
         return {}
-    declared = _declared(config)
+    declared = declared_tokens(config)
     in_torchtitan = [*_named(config, _TORCHTITAN), *declared.values()]
     in_transformers = [*(declared[id] for id in sorted(declared)), *_named(config, _TRANSFORMERS)]
     added, others = (
@@ -47,7 +47,7 @@ def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], 
 
 def count_lacking(config: Mapping[str, Any], id_of: Mapping[str, int]) -> int:
     """How many tokens tokenizer_config.json names beyond `id_of`; transformers gives them the next ids."""
-    return len({*_declared(config).values(), *_named(config, _TRANSFORMERS)} - id_of.keys())
+    return len({*declared_tokens(config).values(), *_named(config, _TRANSFORMERS)} - id_of.keys())
 
 
 def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
@@ -57,7 +57,7 @@ def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
     path, notes = assets[TOKENIZER_JSON], []
     content, _ = read_tokenizer_json(path)
     if added := tokens_only_in_config(assets, *_table(content, path)):
-        declared = {text: id for id, text in _declared(read_json(assets[TOKENIZER_CONFIG])).items()}
+        declared = {text: id for id, text in declared_tokens(read_json(assets[TOKENIZER_CONFIG])).items()}
         moved = [str(declared[text]) for text, id in added.items() if declared.get(text, id) != id]
         written = f" ({TOKENIZER_CONFIG} writes {', '.join(moved)})" if moved else ""
         notes.append(
@@ -110,7 +110,7 @@ def _named(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
     return [text for key in keys if (text := token_text(config.get(key)))]
 
 
-def _declared(config: Mapping[str, Any]) -> dict[int, str]:
+def declared_tokens(config: Mapping[str, Any]) -> dict[int, str]:
     """Tokens of `added_tokens_decoder` by id."""
     listed = config.get("added_tokens_decoder") or {}
     try:

@@ -40,14 +40,15 @@ PIPELINE += ["--training.local_batch_size=16"]
 DEEPSEEK = ["tests/unit/trainer/config/configs/deepseek_v3_671b.toml", "--world-size=512"]
 DEEPSEEK += ["--parallelism.pipeline_parallel_degree=8", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]
 DEEPSEEK += ["--parallelism.expert_parallel_degree=32", "--training.local_batch_size=16"]
-DEEPSEEK += ["--activation_checkpoint.mode=full", "--debug.moe_force_load_balance", *EAGER]
+DEEPSEEK += ["--activation_checkpoint.mode=full", "--debug.moe_force_load_balance"]
 CASES = [
     Case("8B on 8 ranks", ["llama3_8b", "--world-size=8", *EAGER], 4),
     Case("70B on 256: FSDP 32 × TP 8", ["llama3_70b_256", *EAGER], 8),
     Case("405B on 512: FSDP 8 × TP 8 × PP 8", ["llama3_405b_512", *EAGER], 15),
     Case("235B-A22B on 512: FSDP, EP 8", [*EXPERTS, "--parallelism.expert_parallel_degree=8", *EAGER], 20),
     Case("235B-A22B on 512: FSDP 16 × TP 4 × PP 8, EP 32", [*EXPERTS, *PIPELINE, *EAGER], 20),
-    Case("DeepSeek V3 671B on 512: FSDP 64 × PP 8, EP 32", DEEPSEEK, 30),
+    Case("DeepSeek V3 671B on 512: FSDP 64 × PP 8, EP 32", [*DEEPSEEK, *EAGER], 30),
+    Case("671B on 512, compiled", [*DEEPSEEK, "--compile.components=model,loss"], 30),
     Case("8B on 8 ranks, compiled", ["llama3_8b", "--world-size=8", "--compile.enable"], 20),
     Case("70B on 256, compiled", ["llama3_70b_256", "--parallelism.no_enable_async_tensor_parallel"], 20),
     Case("405B on 512, compiled", ["llama3_405b_512"], 20),

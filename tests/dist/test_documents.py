@@ -26,8 +26,18 @@ from tests.dist.layouts import (
     TP,
 )
 from tests.dist.runs import begin_from, make_config, run
+from tests.dist.training import (
+    BIASED_EXPERTS,
+    GLOBAL_BATCH,
+    LATENTS,
+    SCALED_EXPERTS,
+    SEQ_LEN,
+    Layout,
+    build_model,
+    make_step,
+    whole_loss,
+)
 from tests.dist.training import EXPERTS as EXPERTS_FAMILY
-from tests.dist.training import GLOBAL_BATCH, LATENTS, SEQ_LEN, Layout, build_model, make_step, whole_loss
 from trainer.config.sections import Config
 from trainer.data.batch import Batch, batch_of
 from trainer.data.prepare import prepare
@@ -35,6 +45,7 @@ from trainer.data.sample import DocumentRules, window_sample
 
 VOCABULARY, END = 2048, 7
 EXPERTS, V3, V2_LITE = f"{EXPERTS_FAMILY}/debug_moe_mixed", f"{LATENTS}/debug_v3", f"{LATENTS}/debug_v2_lite"
+WINDOW, SCOUT = f"{BIASED_EXPERTS}/debug_window", f"{SCALED_EXPERTS}/debug_scout"
 # Documents of each sample: of one token, of the whole sample, cut at and between the chunks of context parallelism
 LENGTHS = ((65,), (1, 64), (30, 1, 4, 30), (16, 16, 16, 17), (5, 33, 27), (63, 2), (20, 20, 25), (9, 8, 7, 6, 35))
 assert len(LENGTHS) == GLOBAL_BATCH and all(sum(lengths) == SEQ_LEN + 1 for lengths in LENGTHS)
@@ -215,6 +226,9 @@ CASES = [
     (Layout("1F1B", 2, {PP: 2, MICROBATCH: 2}), GQA, "eos"),
     (Layout("Interleaved1F1B, cp 2", 4, INTERLEAVED | {CP: 2}), GQA, "offsets"),
     (Layout("compiled, cp 2", 2, {CP: 2}, sections={"compile": AOT_EAGER}), GQA, "offsets"),
+    # windows and chunks count from a document's first token
+    (Layout("cp 2", 2, {CP: 2}), WINDOW, "offsets"),
+    (Layout("one rank"), SCOUT, "offsets"),
 ]
 SLOW_CASES = [
     (Layout("accumulated, replicas 2", 2, {REPLICAS: 2}, {"local_batch_size": 1}), GQA, "offsets"),
@@ -242,6 +256,10 @@ SLOW_CASES = [
     (Layout("tp 2 cp 2, full recomputation", 4, {TP: 2, CP: 2}, sections={"activation_checkpoint": FULL}), V3, "eos"),
     (Layout("cp 2 pp 2", 4, {CP: 2, PP: 2, MICROBATCH: 2}), V2_LITE, "offsets"),
     (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA, "offsets"),
+    (Layout("one rank, operations kept", sections={"activation_checkpoint": OP}), WINDOW, "offsets"),
+    (Layout("compiled, cp 2", 2, {CP: 2}, sections={"compile": AOT_EAGER}), SCOUT, "offsets"),
+    (Layout("tp 2 pp 2", 4, {TP: 2, PP: 2, MICROBATCH: 2}), WINDOW, "offsets"),
+    (Layout("cp 4", 4, {CP: 4}), SCOUT, "offsets"),
 ]
 
 

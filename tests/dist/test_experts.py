@@ -33,15 +33,18 @@ from tests.dist.layouts import (
     TP,
 )
 from tests.dist.training import (
+    BIASED_EXPERTS,
     EXPERTS,
     GLOBAL_BATCH,
     LATENTS,
+    SCALED_EXPERTS,
     SEQ_LEN,
     WARMUP_STEPS,
     Layout,
     _gradients_of_a_step,
     args_of,
     build_model,
+    count_collectives,
     differences_from_seed,
     make_step,
     on_a_fresh_compiler,
@@ -50,6 +53,7 @@ from tests.dist.training import (
 )
 from trainer.checkpoints.arrays import as_tensor
 from trainer.mesh import local_part
+from trainer.models.biased_experts import BiasedExperts
 from trainer.models.moe import GroupedExperts
 from trainer.models.qwen3.model import build_model as build_plain_model
 from trainer.models.registry import get_trainer_family
@@ -63,6 +67,12 @@ STEPS, FEW_STEPS = 20, 5
 V3, V2, V2_LITE, EIGHT = (f"{LATENTS}/{name}" for name in ("debug_v3", "debug_v2", "debug_v2_lite", "eight_layers"))
 MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
 TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
+WINDOW, OF_TWO_BIASED, EIGHT_BIASED = (
+    f"{BIASED_EXPERTS}/{name}" for name in ("debug_window", "two_experts", "eight_layers")
+)
+SCOUT, MAVERICK, EIGHT_SCALED = (
+    f"{SCALED_EXPERTS}/{name}" for name in ("debug_scout", "debug_maverick", "eight_layers")
+)
 EP2_EFSDP2 = Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP})
 
 CASES = [
@@ -85,6 +95,36 @@ CASES = [
     (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
     (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), V2_LITE),
     (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), V3),
+    # GPT-OSS: one of the ranks with slices of an expert adds the last bias
+    (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), WINDOW),
+    (Layout("cp 2 ep 2", 2, {CP: 2, EP: 2}, sections={"activation_checkpoint": OP}), WINDOW),
+    # Llama 4: weights of rows that go to other ranks; fewer microbatches than stages
+    (Layout("tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), MAVERICK),
+    (Layout("ep 2 pp 2, one microbatch", 4, {EP: 2, PP: 2, MICROBATCH: 4}), SCOUT),
+]
+IN_TURN = [  # GPT-OSS and Llama 4 in every axis, pair of axes and way of recomputing
+    Layout("fsdp 2", 2),
+    Layout("fsdp 2, accumulated, full recomputation", 2, training=TWICE, sections={"activation_checkpoint": FULL}),
+    Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}),
+    Layout("replicas 2", 2, {REPLICAS: 2}, sections={"activation_checkpoint": EVERY_2ND}),
+    Layout("hsdp 2x2 ep 2", 4, {EP: 2, REPLICAS: 2}),
+    Layout("tp 4", 4, {TP: 4}),
+    Layout("fsdp 2 tp 2, operations kept", 4, {TP: 2}, sections={"activation_checkpoint": OP}),
+    Layout("cp 2", 2, {CP: 2}),
+    Layout("fsdp 2 cp 2, full recomputation", 4, {CP: 2}, sections={"activation_checkpoint": FULL}),
+    Layout("ep 2 efsdp 2, operations kept", 4, {EP: 2}, sections={"activation_checkpoint": OP}),
+    Layout("ep 4, accumulated", 4, {EP: 4}, training=TWICE),
+    Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}),
+    Layout("fsdp 2 tp 2 ep 4", 4, {TP: 2, EP: 4}),
+    Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}),
+    Layout("tp 2 cp 2 ep 2 etp 2", 4, {TP: 2, CP: 2, EP: 2, ETP: 2}),
+    Layout("cp 2 pp 2", 4, {PP: 2, CP: 2, MICROBATCH: 2}),
+    Layout("tp 2 pp 2", 4, {TP: 2, PP: 2, MICROBATCH: 2}),
+]
+OF_STAGES = [
+    Layout("Interleaved1F1B ep 2", 4, {EP: 2, PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"} | EVEN),
+    Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"} | EVEN),
+    Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}),
 ]
 SLOW_CASES = [
     (Layout("fsdp 2", 2), EVERY),
@@ -129,6 +169,10 @@ SLOW_CASES = [
     (Layout("Interleaved1F1B ep 2", 4, {EP: 2, PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"} | EVEN), EIGHT),
     (Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"} | EVEN), EIGHT),
     (Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}), V3),
+    *((layout, flavor) for flavor in (WINDOW, MAVERICK) for layout in IN_TURN),
+    *((layout, flavor) for flavor in (EIGHT_BIASED, EIGHT_SCALED) for layout in OF_STAGES),
+    (EP2_EFSDP2, OF_TWO_BIASED),
+    (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), SCOUT),
 ]
 MODEL_ONLY = AOT_EAGER | {"components": ("model",)}
 FSDP2_COMPILED = Layout("fsdp 2", 2, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
@@ -149,6 +193,7 @@ def names(case) -> str:
 
 def margins(logits_TE: torch.Tensor, bias_E: torch.Tensor, router) -> torch.Tensor:
     """By how much a token's experts, and their groups, won."""
+    logits_TE = logits_TE.double()  # in which the sigmoids of large ones differ
     choice_TE = (logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(-1)) + bias_E
     groups_TGS = choice_TE.unflatten(-1, (router.num_groups, -1))
     margin_T = torch.full(choice_TE.shape[:1], torch.inf)
@@ -206,7 +251,7 @@ def train_and_look(layout: Layout, flavor: str, steps: int, *, sees_routes: bool
     """Case: first gradients, then of every step loss, norm, biases and routes of this rank's tokens and layers."""
     config, model = layout.config(flavor), build_model(layout, flavor)
     modules = [module for part in model.parts for module in part.modules()]
-    own = [module for module in modules if isinstance(module, GroupedExperts) and isinstance(module, FSDPModule)]
+    own = [m for m in modules if isinstance(m, GroupedExperts | BiasedExperts) and isinstance(m, FSDPModule)]
     output = {"not as seeded": differences_from_seed(model, flavor), "experts in FSDP modules": len(own)}
     gradients = {fqn: g.numpy() for fqn, g in _gradients_of_a_step(model, config).items()}
     meshes, dims = model.meshes, model.meshes.dims
@@ -360,6 +405,14 @@ def test_a_rerun_is_bit_equal_in_any_layout(pools, case):
     assert first == again
 
 
+def test_shared_experts_gather_and_sum_with_the_routed_ones(pools):
+    """In forward and backward, where a mixture's backward is not counted: its collectives are not functional ones."""
+    num_layers, num_mixtures = 3, 2
+    both = 2 + 2 * num_layers + 2 * (num_layers - num_mixtures)  # embedding and output; attention; dense layers
+    expected = {"all_gather": both + 3 * num_mixtures, "reduce_scatter": both + num_mixtures}  # tokens, ids and weights
+    assert pools[2].run(count_collectives, Layout("tp 2", 2, {TP: 2}), V3) == [expected] * 2
+
+
 def train_with_nested_experts(layout: Layout, flavor: str) -> dict:
     """Case: training as before torch 2.13, where experts are FSDP modules of their own."""
     kept, expert_shards.SHARDS_WITH_LAYER = expert_shards.SHARDS_WITH_LAYER, False
@@ -369,9 +422,10 @@ def train_with_nested_experts(layout: Layout, flavor: str) -> dict:
         expert_shards.SHARDS_WITH_LAYER = kept
 
 
-@pytest.mark.parametrize("flavor", [MIXED, OF_TWO])
+@pytest.mark.parametrize("flavor", [MIXED, OF_TWO, OF_TWO_BIASED])
 def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, flavor):
-    one, ranks = trained(ONE_RANK, flavor)[0], pools[4].run(train_with_nested_experts, EP2_EFSDP2, flavor)
+    steps = STEPS if flavor in (MIXED, OF_TWO) else FEW_STEPS
+    one, ranks = trained(ONE_RANK, flavor, steps)[0], pools[4].run(train_with_nested_experts, EP2_EFSDP2, flavor)
     assert all(rank["experts in FSDP modules"] > 0 for rank in ranks)
     assert_gradients_are_those_of_one_rank(one, ranks)
     assert_trains_as_one_rank(one, ranks, flavor)
@@ -388,8 +442,14 @@ def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, 
         pytest.param(TP2_EP2_COMPILED, V3, 2, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
         pytest.param(CP2_COMPILED, V2_LITE, 2, marks=pytest.mark.slow),
         pytest.param(BUDGET_COMPILED, V3, 2, marks=pytest.mark.slow),
+        pytest.param(TP2_EP2_COMPILED, WINDOW, 2, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
+        pytest.param(FSDP2_COMPILED, MAVERICK, 3, marks=pytest.mark.slow),
+        pytest.param(CP2_COMPILED, WINDOW, 2, marks=pytest.mark.slow),
+        pytest.param(BUDGET_COMPILED, MAVERICK, 3, marks=pytest.mark.slow),
     ],
-    ids=["fsdp 2", "ep 2", "pp 2", "budget", "tp 2 ep 2", "DeepSeek, tp 2 ep 2", "DeepSeek, cp 2", "DeepSeek, budget"],
+    ids=["fsdp 2", "ep 2", "pp 2", "budget", "tp 2 ep 2"]
+    + ["DeepSeek, tp 2 ep 2", "DeepSeek, cp 2", "DeepSeek, budget"]
+    + ["GPT-OSS, tp 2 ep 2", "Llama 4, fsdp 2", "GPT-OSS, cp 2", "Llama 4, budget"],
 )
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""

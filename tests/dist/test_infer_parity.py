@@ -17,6 +17,7 @@ from tests.greedy_reference import CLOSE_CALL, MOST_EXCUSED, assert_same, full_f
 from tests.tiny_deepseek import write_deepseek
 from tests.tiny_experts import add_biases, write_experts, write_native
 from tests.tiny_families import SCALING, write_tiny
+from tests.tiny_gpt_oss import write_gpt_oss
 from tests.tiny_infer import NO_TEXT, complete, load
 from titan_tools.infer.decoding import generate as generation
 from titan_tools.infer.decoding.engine import Engine
@@ -52,6 +53,7 @@ MODELS = {
     ),
     "deepseek v3": ("v3", {"num_key_value_heads": 8, "moe_intermediate_size": 9}),
     "deepseek v2, lite": ("v2_lite", {"num_key_value_heads": 8}),
+    "gpt-oss": ("gpt_oss", {"num_key_value_heads": 4}),
 }
 BIASES = {0: torch.linspace(-0.3, 0.3, 12)[torch.tensor([5, 0, 11, 2, 8, 3, 10, 1, 9, 4, 7, 6])]}
 SEEDED = Sampling(0.9, top_k=60, top_p=0.98, seed=5)
@@ -109,6 +111,9 @@ class Known:
             add_biases(self.model, BIASES)
         elif called.startswith("deepseek"):
             self.folder, self.model = folder, write_deepseek(folder, name, **NUMBERS | numbers)
+            self.model.set_experts_implementation("eager")
+        elif name == "gpt_oss":
+            self.folder, self.model = folder, write_gpt_oss(folder, dtype="float32", **NUMBERS | numbers)
             self.model.set_experts_implementation("eager")
         else:
             self.folder, self.model = folder, write_tiny(folder, name, numbers=NUMBERS | numbers, std=std)
@@ -187,6 +192,7 @@ QUICK = [
     ("experts, sliced unevenly", 4, "shared memory"),
     ("deepseek v3", 4, "shared memory"),
     ("deepseek v2, lite", 2, "gloo"),
+    ("gpt-oss", 4, "shared memory"),
 ]
 SLOW = [
     *((called, tp, "shared memory") for called in MODELS for tp in (1, 2, 4, 8)),

@@ -215,23 +215,25 @@ def test_a_seed_checkpoint_is_made_once(titan, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchtitans_file_for_experts_trains_with_them_on_one_rank_or_two(tmp_path, monkeypatch):
-    """Two steps of the 316 million parameters, with short sequences: as the file is, and with expert parallelism."""
+@pytest.mark.parametrize("name", ["qwen3_moe_debug", "gpt_oss_debug", "llama4_debug_model"])
+def test_torchtitans_file_for_experts_trains_with_them_on_one_rank_or_two(tmp_path, monkeypatch, name):
+    """Two steps of 316, 183 or 15 million parameters, with short sequences: as the file is, and with ep 2."""
+    file = f"{name}.toml"
     write_first_run(tmp_path)  # for tokenizer and text
-    shutil.copy(ROOT / "tests/unit/trainer/config/configs/qwen3_moe_debug.toml", tmp_path)
+    shutil.copy(ROOT / "tests/unit/trainer/config/configs" / file, tmp_path)
     monkeypatch.chdir(tmp_path)
     ep2 = "--parallelism.expert_parallel_degree=2"
-    code, out, err = _run("config", "check", "qwen3_moe_debug.toml")
+    code, out, err = _run("config", "check", file)
     assert code == 0 and "fine on 1 rank" in out, err
-    code, out, err = _run("train", "qwen3_moe_debug.toml", "--dry-run", "--world-size=8", ep2)
+    code, out, err = _run("train", file, "--dry-run", "--world-size=8", ep2)
     assert code == 0 and "efsdp 4 × ep 2 × etp 1" in out, err
     losses = {}
-    for name, words in {"one": (), "two": ("--nproc=2",), "ep 2": ("--nproc=2", ep2)}.items():
+    for layout, words in {"one": (), "two": ("--nproc=2",), "ep 2": ("--nproc=2", ep2)}.items():
         cut = ("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=2", "--metrics.log_freq=1")
-        code, out, err = _run("train", "qwen3_moe_debug.toml", *cut, *words, f"--job.dump_folder={name}")
+        code, out, err = _run("train", file, *cut, *words, f"--job.dump_folder={layout}")
         assert code == 0, err
-        losses[name] = read_losses(tmp_path / name)
-        assert set(losses[name]) == {1, 2}
+        losses[layout] = read_losses(tmp_path / layout)
+        assert set(losses[layout]) == {1, 2}
     # The same samples and experts, wherever these are: equal up to bf16
     assert losses["ep 2"] == pytest.approx(losses["two"], rel=1e-3)
 

@@ -30,6 +30,7 @@ from trainer.train_model import TrainModel
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
 EXPERTS, LATENTS = "qwen3_experts", "deepseek_v3_experts"
+BIASED_EXPERTS, SCALED_EXPERTS = "gpt_oss_experts", "llama4_experts"
 WARMUP_STEPS = 20
 
 
@@ -43,7 +44,7 @@ def args_of(flavor: str) -> ModelArgs:
     family, name = family_of(flavor)
     if family.endswith("_biased"):
         _register_biased(family)
-    elif family in (EXPERTS, LATENTS):
+    elif family in (EXPERTS, LATENTS, BIASED_EXPERTS, SCALED_EXPERTS):
         _register_experts(family)
     return get_family(family).flavors[name]
 
@@ -65,8 +66,8 @@ def _register_biased(name: str) -> None:
 def _register_experts(name: str) -> None:
     """A family with routers whose scores do not nearly tie, and with biases that are not 0 at first.
 
-    `two_experts` of Qwen 3 has fewer than most layouts have ranks. DeepSeek's norms of latents are not 1 at first;
-    `eight_layers` of it are for several stages of a rank.
+    `two_experts` of a family has fewer than most layouts have ranks. DeepSeek's norms of latents are not 1 at first,
+    GPT-OSS's biases and sinks are not 0. `eight_layers` of a family are for several stages of a rank.
     """
     base = name.removesuffix("_experts")
     trained, family = get_trainer_family(base), get_family(base)
@@ -74,6 +75,12 @@ def _register_experts(name: str) -> None:
     if name == EXPERTS:
         of_two = {"num_experts": 2, "experts_per_token": 1, "normalize_weights": False}
         flavors["two_experts"] = replace(flavors["debug_moe_mixed"], **of_two)
+    elif name == BIASED_EXPERTS:
+        flavors["two_experts"] = replace(flavors["debug_window"], num_experts=2, experts_per_token=1)
+        flavors["eight_layers"] = replace(flavors["debug_window"], num_layers=8, window_layers=(0, 2, 4, 6))
+    elif name == SCALED_EXPERTS:
+        in_turn = {"sparse_layers": (1, 3, 5, 7), "layers_without_positions": (3, 7)}
+        flavors["eight_layers"] = replace(flavors["debug_maverick"], num_layers=8, **in_turn)
     else:
         widths = {"head_dim": 32, "rotary_dim": 16, "value_dim": 32}
         flavors["float8"] = replace(flavors["debug_v3"], **widths)  # multiples of 16 on two tensor ranks
@@ -81,6 +88,9 @@ def _register_experts(name: str) -> None:
 
     def initial_distribution(parameter, args):
         drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1), Role.LATENT_NORM: Normal(1.0)}
+        drawn[Role.SINK] = Normal(1.0)
+        if parameter.is_bias:
+            return Normal(0.2)
         return drawn.get(parameter.role) or trained.initial_distribution(parameter, args)
 
     families.register(replace(family, name=name, flavors=flavors, hf_architectures=()))

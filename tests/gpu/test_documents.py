@@ -9,12 +9,9 @@ from converters.families.llama3 import FLAVORS
 from trainer.config.sections import Compile
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.compile import apply_compile
-from trainer.parallel.document_attention import (
-    FlexAttention,
-    VarlenAttention,
-    apply_document_attention,
-    positions_in_documents,
-)
+from trainer.parallel.document_attention import positions_in_documents
+from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
+from trainer.parallel.masked_attention import apply_masks, masked_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTH = 512
@@ -59,7 +56,7 @@ def test_a_compiled_model_computes_as_an_eager_one_for_all_batches(kernel):
     def made() -> Transformer:
         torch.manual_seed(0)
         model = Transformer(FLAVORS["debug_gqa"]).cuda().bfloat16()
-        apply_document_attention(model, kernel)
+        apply_masks(model, masked_layers(model, kernel, has_documents=True), torch.device("cuda"))
         return model
 
     eager, compiled = made(), made()

@@ -13,13 +13,16 @@ from tests.tiny_infer import NO_TEXT, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import sampling as sampling_file
-from titan_tools.infer.decoding.cache import LayerCache, Prefill, Span, attention_kernels
+from titan_tools.infer.decoding.attention import attention_kernels
+from titan_tools.infer.decoding.cache import LayerCache
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.decoding.generate import GenerationSettings, generate
 from titan_tools.infer.decoding.generate import _Run as Run
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.decoding.static_decode import SplitKeys, can_split
+from titan_tools.infer.decoding.steps import Prefill, Span
 from titan_tools.infer.model.quantize import quantize_weight
+from titan_tools.infer.model.reach import Reach
 from titan_tools.infer.text.prompts import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -174,7 +177,7 @@ def test_keys_are_split_for_every_sort_of_heads(num_kv_heads):
     key_range = SplitKeys(num=1, length=8192, room=8192, device=GPU)
     key_range.begin(torch.tensor([[8000]], device=GPU))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = key_range.attend(q_B1NH, LayerCache(keys, values))
+        found = key_range.attend(q_B1NH, LayerCache(keys, values, Reach(8192)))
         torch.cuda.synchronize()
     assert any("splitkv_combine" in event.name for event in profile.events()), [e.name for e in profile.events()]
     seen = (kept[:, :, :8001].float() for kept in (keys, values))
@@ -295,7 +298,7 @@ def test_attention_of_grouped_heads_never_holds_all_scores(dtype):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with attention_kernels(GPU):
-            out_1LNH = step.attend(LayerCache(keys, values), q_1LNH, k_1LKH, v_1LKH)
+            out_1LNH = step.attend(LayerCache(keys, values, Reach(num_keys)), q_1LNH, k_1LKH, v_1LKH)
         assert torch.cuda.max_memory_allocated() - before < 1 << 30
         for at in (0, 1, 777, 2047):
             seen = (kept[:, :, : start + at + 1].double() for kept in (keys, values))

@@ -31,7 +31,7 @@ def test_the_rows_that_are_said_to_fit_do(folder, dtype):
     model, ranks = load(folder, dtype=dtype, device=GPU), TPRanks(1, 0, GPU)
     with open_native(folder) as weights:
         args = weights.info.args
-    a_row = ROOM * model.bytes_per_cached_token
+    a_row = model.cache_bytes(ROOM)
     others = free_memory._OTHER_BYTES + free_memory._pass_bytes(model, args, tp=1, room=ROOM)
     filler = torch.empty(free_bytes(GPU) - others - int(3.5 * a_row), dtype=torch.uint8, device=GPU)
     rows = rows_that_fit(model, args, ranks, rows=8, room=ROOM)

@@ -11,7 +11,7 @@ from trainer.models.deepseek_v3.model import build_model, softmax_scale
 from trainer.models.llama3.model import CausalAttention
 from trainer.parallel.attention_backend import attention_backends
 from trainer.parallel.context import attend_to_prefix, attend_with_cudnn
-from trainer.parallel.document_attention import FlexAttention, VarlenAttention
+from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BATCH, LENGTH, HEADS = 2, 1024, 16

@@ -16,9 +16,14 @@ NormName = Literal["python", "native", "fused"]
 Float8Name = Literal["", "tensorwise", "tensorwise, float8 all-gather", "rowwise", "rowwise_with_gw_hp"]
 MetricName = Literal["allocated", "active", "reserved"]
 
-_FAMILIES = {("llama", "2"): "llama2", ("llama", "3"): "llama3", ("qwen", "3"): "qwen3"}
-_MODEL = re.compile(r"(llama|qwen)[ _-]*(\d)(?:\.\d)?[ _-]+([\d.]+)b(?:-a([\d.]+)b)?\b", re.IGNORECASE)
-_NOT_REBUILT = re.compile(r"deepseek|dsv\d|gpt-oss", re.IGNORECASE)
+_FAMILIES = {
+    ("llama", "2"): "llama2",
+    ("llama", "3"): "llama3",
+    ("qwen", "3"): "qwen3",
+    ("deepseek", "3"): "deepseek_v3",
+}
+_MODEL = re.compile(r"(llama|qwen|deepseek)[ _-]*v?(\d)(?:\.\d)?[ _-]+([\d.]+)b(?:-a([\d.]+)b)?\b", re.IGNORECASE)
+_NOT_REBUILT = re.compile(r"gpt-oss", re.IGNORECASE)
 _GPUS = {"A100": "a100-80", "H100": "h100-96", "H200": "h200", "B200": "b200"}  # its kernels; its size is a column
 _SCHEDULES = {
     name.lower(): name

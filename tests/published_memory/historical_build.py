@@ -15,10 +15,20 @@ from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel
 
 import titan_tools.memory.trace.capture
 import trainer.build
+import trainer.models.deepseek_v3.model
 import trainer.models.llama3.model
 import trainer.models.qwen3.model
 import trainer.parallel.activation_checkpoint
+import trainer.parallel.expert_parallel
 import trainer.parallel.tensor
+from tests.published_memory.historical_experts import (
+    compile_submodules,
+    complex_rotate,
+    narrow_gate,
+    padded_experts,
+    prefetch_groups,
+    shard_experts,
+)
 from tests.published_memory.historical_modules import (
     LossOfLogits,
     composite_rms_norm,
@@ -34,8 +44,9 @@ from tests.published_memory.history import HistoricalBuild
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Compile, Optimizer, Training
 from trainer.loss.install import install_loss
-from trainer.models.moe import MoE
+from trainer.models.moe import Gate, MoE, grouped_swiglu
 from trainer.parallel.compile import compiles
+from trainer.parallel.expert_shards import ShardedExperts
 from trainer.train_model import TrainModel
 
 aten = torch.ops.aten
@@ -53,7 +64,8 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (llama.Attention, "forward", llama_attention),
             (llama.RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
             (qwen.QKNormAttention, "forward", qwen_attention if build.repeats_keys else grouped_qwen_attention),
-            (MoE, "forward", scatter_added_experts),
+            (trainer.models.deepseek_v3.model, "rotate", complex_rotate),
+            (MoE, "forward", padded_experts if build.pads_experts else scatter_added_experts),
             (trainer.build, "install_loss", partial(_install_loss, build)),
             (trainer.build, "apply_fsdp", _separate_groups if not build.has_ends_in_root else _ends_in_root(build)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
@@ -62,6 +74,12 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (titan_tools.memory.trace.capture, "_label_parameters", _label_after_steps),
         ):
             patches.enter_context(patch.object(owner, name, value))
+        if build.pads_experts:
+            compiled = torch.compile(grouped_swiglu, fullgraph=True, dynamic=False)
+            patches.enter_context(patch.object(Gate, "forward", narrow_gate))
+            patches.enter_context(patch.object(trainer.build, "apply_compile", compile_submodules))
+            if build.is_model_compiled:
+                patches.enter_context(patch.object(trainer.parallel.expert_parallel, "grouped_swiglu", compiled))
         patches.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # as in our own
         # torchtitan's rotation is a complex product, which Inductor leaves to ATen
@@ -85,9 +103,19 @@ def _ends_in_root(build: HistoricalBuild) -> Callable[..., None]:
     return apply_fsdp
 
 
-def _separate_groups(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reshard_last: bool, **policy):
+def _separate_groups(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool,
+    reshard_last: bool,
+    experts: ShardedExperts | None = None,
+    **policy,
+) -> None:
     """#1625. One parameter cannot be in two groups, as torchtitan's tied ends were: it tied them afterwards."""
     shared = _shared(mesh, **policy)
+    if experts is not None:
+        shard_experts(model, experts, shared | {"reshard_after_forward": reshard_after_forward})
     ends = [module for module in (model.norm, model.output) if module is not None]
     alone = [model.tok_embeddings, *model.layers.values()]
     if model.args.tied and model.tok_embeddings is not None and model.output is not None:
@@ -97,6 +125,8 @@ def _separate_groups(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forwar
     if ends:
         fully_shard(ends, **shared, reshard_after_forward=reshard_last)
     fully_shard(model, **shared)
+    if experts is not None:
+        prefetch_groups(model)
     model.tie()
 
 

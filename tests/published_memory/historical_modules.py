@@ -121,13 +121,13 @@ class LossOfLogits:
     In chunks (#996) the loss reads the logits piece by piece. Kept are those of all microbatches of a step.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], tp_mesh: DeviceMesh | None, build: HistoricalBuild):
+    def __init__(self, forward: Callable[..., Tensor], tp_mesh: DeviceMesh | None, build: HistoricalBuild):
         self._forward, self._tp_mesh, self._then = forward, tp_mesh, build
         self._kept: list[Tensor] = []
         self.cross_entropy = _cross_entropy
 
-    def __call__(self, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-        logits = self._forward(x, positions)
+    def __call__(self, x: Tensor, positions: Tensor, targets: Tensor, **documents: Tensor) -> Tensor:
+        logits = self._forward(x, positions, **documents)
         if self._then.has_wide_logits:
             logits = logits.float()
         if len(self._kept) == self._then.num_logits_kept:

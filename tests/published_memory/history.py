@@ -31,6 +31,12 @@ CAST_IN_LOSS = "2024-10-23"
 # If the model is compiled, so is the loss: #642, until #755 disabled it (pytorch#143774); again since #1033
 LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
 
+# v0.2.1 (2025-12-26) with torch of this day (pytorch#165822), but not v0.2.0 (2025-10-18): the last stage of a pipeline
+# does not keep its outputs
+OUTPUTS_NOT_KEPT = "2025-10-20"
+# #2774, in a month before #2937's: experts' rows are not padded, and the router is in fp32 (#2389)
+ROWS_NOT_PADDED = "2026-04"
+
 # v0.2.2: grouped queries without copies of keys and values, cuDNN's attention before flash attention
 GROUPED_QUERIES = "2026-02-20"
 # #2937: chunks of the hidden states go through the output and the loss; earlier the loss read whole logits in chunks
@@ -41,7 +47,7 @@ OUTPUT_IN_CHUNKS = "2026-04-10"
 # TP copies between GPUs instead
 STREAMS_NOT_RECORDED = "2025-04-10"
 
-_PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
+_PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b", "deepseek_v3": "llama3_8b"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,10 @@ class HistoricalBuild:
     repeats_keys: bool  # and values, for each of the queries that share them
     has_output_in_chunks: bool  # as ours, with `loss_chunks` 0
     has_experts: bool  # routed and combined as torchtitan does
+    pads_experts: bool  # their rows; and shards, gathers and compiles them by themselves, with a router in bf16
+    is_model_compiled: bool
     gathers_keys: bool  # as torchtitan's context ranks do by default ("allgather"); their ring over them is not rebuilt
+    is_of_graph_trainer: bool  # whose graph is not rebuilt: the estimate is of the trainer of its date
     is_floor: bool  # collectives kept buffers for a time that no trace shows
 
     def describe(self) -> list[str]:
@@ -79,8 +88,10 @@ class HistoricalBuild:
             "logits kept until the next step": self.num_logits_kept > 0,
             "compiled loss": self.is_loss_compiled,
             "output and loss in chunks": self.has_output_in_chunks,
-            "experts combined by scatter_add": self.has_experts,
+            "experts combined by scatter_add": self.has_experts and not self.pads_experts,
+            "experts' rows padded, put back and weighted in fp32; experts in own groups": self.pads_experts,
             "keys gathered, without the ring over them": self.gathers_keys,
+            "graph_trainer's graph is not rebuilt, so no bound": self.is_of_graph_trainer,
             "no recorded streams, so a floor": self.is_floor,
         }
         return [text for text, holds in said.items() if holds]
@@ -93,7 +104,9 @@ def build_of(row: Row) -> HistoricalBuild:
     kind = row.norm or ("python" if row.date < NATIVE_NORM else "native")
     chunks_output = row.loss.num_chunks > 0 and row.date >= OUTPUT_IN_CHUNKS
     family = get_family(row.family)
-    keeps = row.pp > 1 or row.date < LOGITS_DELETED  # a pipeline's last stage keeps all of its outputs
+    has_experts = family.has_role(Role.ROUTER, family.flavors[row.flavor])
+    # a pipeline's last stage kept all of its outputs
+    keeps = row.date < LOGITS_DELETED or (row.pp > 1 and row.date < OUTPUTS_NOT_KEPT)
     return HistoricalBuild(
         norm=native if kind == "native" else kind,
         optimizer="foreach" if is_old else "fused",
@@ -104,13 +117,16 @@ def build_of(row: Row) -> HistoricalBuild:
         loss_chunks=0 if chunks_output else row.loss.num_chunks,
         repeats_keys=row.date < GROUPED_QUERIES,
         has_output_in_chunks=chunks_output,
-        has_experts=family.has_role(Role.ROUTER, family.flavors[row.flavor]),
+        has_experts=has_experts,
+        pads_experts=has_experts and row.date < ROWS_NOT_PADDED,
+        is_model_compiled=row.is_compiled,
         norms_queries=row.family == "qwen3",
         has_wide_logits=row.loss.has_wide_logits or row.date < CAST_IN_LOSS,
         num_logits_kept=keeps * (row.local_batch_size // microbatch_size(row) if row.pp > 1 else 1),
         is_loss_compiled=row.loss.is_compiled
         or (row.is_compiled and any(since <= row.date < until for since, until in LOSS_COMPILED)),
         gathers_keys=row.cp > 1,
+        is_of_graph_trainer=row.is_of_graph_trainer,
         is_floor=row.tp > 1 and row.date < STREAMS_NOT_RECORDED and not row.has_async_tp,
     )
 
@@ -129,6 +145,7 @@ def settings_of(row: Row) -> tuple[str, ...]:
         "parallelism.tensor_parallel_degree": row.tp,
         "parallelism.pipeline_parallel_degree": row.pp,
         "parallelism.context_parallel_degree": row.cp,
+        "parallelism.expert_parallel_degree": row.ep,
         "parallelism.fsdp_reshard_after_forward": row.reshard if row.reshard in ("always", "never") else "default",
         "activation_checkpoint.mode": mode,
         "activation_checkpoint.selective_ac_option": option,
@@ -144,11 +161,10 @@ def settings_of(row: Row) -> tuple[str, ...]:
         settings["parallelism.module_fqns_per_model_part"] = json.dumps(_stages(row))
     if build_of(row).has_output_in_chunks:
         settings |= {"training.loss": "chunked", "training.loss_chunks": row.loss.num_chunks}
-    if row.is_compiled:
-        settings |= {
-            "compile.enable": "true",
-            "compile.components": "model,loss" if build_of(row).is_loss_compiled else "model",
-        }
+    components = {"model": row.is_compiled, "loss": build_of(row).is_loss_compiled}
+    if any(components.values()):
+        settings["compile.enable"] = "true"
+        settings["compile.components"] = ",".join(name for name, is_compiled in components.items() if is_compiled)
     if row.float8:
         settings |= {"model.converters": "quantize.linear.float8"} | _float8(row)
     return (_PRESETS[row.family], *(word for key, value in settings.items() for word in (f"--{key}", str(value))))

@@ -10,7 +10,8 @@ from converters.sizes import GIB
 from tests.published_memory.historical_build import historical_build
 from tests.published_memory.history import HistoricalBuild, build_of, possible_microbatch_sizes, settings_of
 from tests.published_memory.rows import Row
-from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_rank
+from titan_tools.memory.estimate import sharing_compiled_code
+from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_rank, traced_kinds
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.replay import Peak, replay
 from titan_tools.memory.trace.coverage import trace_gaps
@@ -72,8 +73,8 @@ def _variants(row: Row) -> Iterator[Row]:
     yield row
     if row.is_scored:
         return
-    compiled = replace(row, is_compiled=True, loss=replace(row.loss, is_compiled=True))
-    builds = [row] if row.has_flags else [row, compiled]
+    other = replace(row, is_compiled=not row.is_compiled, loss=replace(row.loss, is_compiled=True))
+    builds = [row] if row.has_flags else [row, other]
     for each in (replace(build, microbatch_size=size) for build in builds for size in possible_microbatch_sizes(row)):
         for is_first_step in [row.is_first_step] if row.has_step else [True, False]:
             for allocator in get_args(AllocatorName):
@@ -103,7 +104,8 @@ def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, build: Histori
     if gaps := [gap.reason for gap in trace_gaps(job.config, job.dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     # Of the pipeline ranks of a kind the first has the most microbatches in flight.
-    with historical_build(build, tp=job.dims.tp):
-        return [
-            trace_rank(job, rank=global_rank(job, pp_ranks[0]), kernels=kernels) for pp_ranks in kinds_of_ranks(job)
-        ]
+    kinds = [pp_ranks[:1] for pp_ranks in kinds_of_ranks(job)]
+    with historical_build(build, tp=job.dims.tp), sharing_compiled_code(job.config):
+        if build.num_logits_kept:  # of as many microbatches as the whole order has
+            return [trace_rank(job, rank=global_rank(job, pp_rank), kernels=kernels) for (pp_rank,) in kinds]
+        return [trace for _, trace in traced_kinds(job, kinds, kernels=kernels)]

@@ -39,6 +39,7 @@ class Row:
     pp: int
     schedule: str  # torch's name
     cp: int
+    ep: int
     checkpointing: tuple[str, str]  # mode, option
     is_compiled: bool
     float8: cells.Float8Name
@@ -54,11 +55,13 @@ class Row:
     is_scored: bool  # all flags of the run are known, also its microbatches
     has_flags: bool  # else not even the columns are sure: whether it was compiled is open
     has_step: bool  # else it may have been the first one
+    is_of_graph_trainer: bool  # torchtitan's experiment, which runs a graph of the whole step
 
     @property
     def run(self) -> str:
         """The run in a few words."""
         degrees = {"FSDP": self.dp_shard, "replicas": self.dp_replicate, "TP": self.tp, "PP": self.pp, "CP": self.cp}
+        degrees["EP"] = self.ep
         layout = " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
         mode, option = self.checkpointing
         extras = [
@@ -141,6 +144,7 @@ def _row(line: Mapping[str, str]) -> Row:
         pp=degrees["pp"],
         schedule=read("pp_sched", cells.schedule) if degrees["pp"] > 1 else "",
         cp=degrees["cp"],
+        ep=read("ep", cells.count, otherwise=1),
         checkpointing=read("ac", cells.checkpointing),
         is_compiled=read("compile", cells.flag),
         float8=read("float8", cells.float8),
@@ -156,4 +160,5 @@ def _row(line: Mapping[str, str]) -> Row:
         is_scored=line.get("flags_known", "").lower() == "yes" and allocator is not None and not has_open_microbatches,
         has_flags="flags not given" not in notes,
         has_step="matches step-1" not in notes,
+        is_of_graph_trainer="graph_trainer" in notes,
     )

@@ -81,7 +81,9 @@ _NOT_SCORED = (
     "Rows whose flags are not all known, not scored: an interval over both allocators, over eager and compiled"
     " where not even the columns are sure, over step 1 and later where the notes leave it open. Pipelines say about,"
     " and none is a bound: before #1073 the number of microbatches could be set and is not published, so their interval"
-    " is also over microbatches of one sample and torchtitan's default."
+    " is also over microbatches of one sample and torchtitan's default. Errors are those of both ends. M02 is rebuilt"
+    " with torchtitan's own all-to-all, not with DeepEP, which its pull request adds; which components were compiled is"
+    " not published. M03 ran in graph_trainer, another trainer: its error says nothing about the estimate."
 )
 _HEAD = """# `titan estimate-memory` against published peaks
 
@@ -92,10 +94,11 @@ Each row's run is traced as `titan train` would run it, on fake tensors, except 
 at the row's date, and replayed with the allocator that the run used. The differences follow from the row's columns
 alone (`tests/published_memory/history.py`) and are rebuilt in `historical_build.py`: norms, FSDP groups, rotary
 embedding, repeated key and value heads, plain loss on whole logits (torch's loss parallelism under TP), flash
-attention, how experts' rows are combined, optimizer states created by the first step, an output layer that float8
-leaves in bf16, pipeline stages and microbatches. Nothing is fitted to a row. Not rebuilt: what NCCL's recorded streams
-kept under tensor parallelism before torch 2.8, where it was not asynchronous (such rows say ≥), and the ring that
-context ranks ran over the keys that they had gathered.
+attention, how experts' rows are padded and combined, experts in FSDP groups of their own and compiled by module, the
+dtypes of routers and rotations, optimizer states created by the first step, an output layer that float8 leaves in bf16,
+pipeline stages and microbatches. Nothing is fitted to a row. Not rebuilt: what NCCL's recorded streams kept under
+tensor parallelism before torch 2.8, where it was not asynchronous (such rows say ≥), and the ring that context ranks
+ran over the keys that they had gathered.
 
 """
 
@@ -113,6 +116,7 @@ def _line(estimate: RowEstimate) -> str:
     if row.gib is None:
         found = f"{found}: {estimate.verdict}"
     metric = row.metric + (", step 1" if row.is_first_step else "")
-    error = "" if estimate.error is None else f"{estimate.error:+.2%}"
+    ends = [] if row.gib is None or estimate.build.is_floor else [estimate.low_gib, estimate.high_gib]
+    error = " … ".join(f"{end / row.gib - 1:+.2%}" for end in sorted(set(ends)))
     cells = (row.id, row.date, row.run, "; ".join(estimate.build.describe()), metric, published, found, error)
     return "| " + " | ".join(cells) + " |"

@@ -8,7 +8,7 @@ from converters.assets import TOKENIZERS, find_assets
 from converters.containers.hf_cache import snapshot_of
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import check_files, read_manifest
-from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.names import DCP_METADATA
 from titan_tools.console import note
 from titan_tools.infer.text.chat_template import has_template
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
@@ -79,7 +79,7 @@ def find_tokenizer(root: Path, model_from: Path | None, assets: Mapping[str, Pat
         return found
     raise CheckpointError(
         f"there is no tokenizer in {' or '.join(map(str, places))}",
-        hint=f"looked for {TOKENIZER_JSON} and {TIKTOKEN_MODEL}",
+        hint=f"looked for {', '.join(TOKENIZERS)}",
         tries=["--model-from FOLDER, a folder that has the model's tokenizer"],
     )
 

@@ -41,9 +41,10 @@ def prepare_work(request: Request, weights: NativeWeights) -> Work:
         config = read_generation_config(folder, weights.info)
         request = follow(config, request, folder=folder, vocab_size=args.vocab_size)
         check_options(request)
-    if request.quantize == STORED and not BlocksSource(weights.source).blocks:
+    kept = BlocksSource(weights.source).format if request.quantize == STORED else None
+    if request.quantize == STORED and kept is None:
         raise ConfigError(
-            "--quantize stored keeps the float8 weights of a checkpoint, and this one has none",
+            "--quantize stored keeps the float8 or mxfp4 weights of a checkpoint, and this one has none",
             tries=["--quantize int8"],
         )
     check_sampling(request.sampling, vocab_size=args.vocab_size)
@@ -54,7 +55,7 @@ def prepare_work(request: Request, weights: NativeWeights) -> Work:
     # 8-bit kernels take bfloat16 only, and what quantization loses exceeds what fp32 sums would gain
     default = "bfloat16" if request.quantize else stored if stored in _COMPUTE_DTYPES else "float32"
     origin = origin_of(weights, tokenizer=folder) if request.out or tp > 1 else None
-    return Work(request, args, vocabulary, template, tp, request.dtype or default, folder, origin)
+    return Work(request, args, vocabulary, template, tp, request.dtype or default, folder, origin, kept)
 
 
 def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -> bool:
@@ -86,7 +87,7 @@ def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -
 def load_weights(work: Work, weights: NativeWeights, ranks: TPRanks, *, rows: int) -> SlicedModel:
     """Read this rank's slices into its part of the model. Raises OutOfMemory."""
     quantize, dtype = work.request.quantize, getattr(torch, work.dtype)
-    reason = quantize and why_slow(quantize, dtype=dtype, device=ranks.device, rows=rows)
+    reason = quantize and why_slow(quantize, dtype=dtype, device=ranks.device, rows=rows, stored=work.stored)
     if reason and ranks.is_first:
         note(reason)
     with memory_for_weights(work, weights.info):

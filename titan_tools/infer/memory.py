@@ -13,10 +13,9 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.sizes import GIB
 from titan_tools.console import count, note
-from titan_tools.infer.decoding.cache import copies_heads
+from titan_tools.infer.decoding.attention import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
 from titan_tools.infer.model.load import SlicedModel
-from titan_tools.infer.model.quantize import STORED
 from titan_tools.infer.model.tensor_parallel import valid_tp
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
@@ -25,6 +24,7 @@ from titan_tools.launch import inside_launch, started_by_titan
 from titan_tools.machine_errors import as_memory_error
 
 _OTHER_BYTES = GIB  # CUDA graphs, workspaces of matrix products, NCCL's buffers, and gaps between blocks
+_BYTES_PER_WEIGHT = {"int8": 1, "float8": 1, "mxfp4": 17 / 32}  # with the scales of blocks
 _BYTES_PER_LOGIT = 32  # fp32 logits and what sampling computes from them: sorted, token ids, probabilities
 
 
@@ -35,7 +35,7 @@ def rows_that_fit(model: SlicedModel, args: ModelArgs, ranks: TPRanks, *, rows: 
     """
     if (free := free_bytes(model.device)) is None:
         return rows
-    bytes_per_row = room * model.bytes_per_cached_token + args.vocab_size * _BYTES_PER_LOGIT
+    bytes_per_row = model.cache_bytes(room) + args.vocab_size * _BYTES_PER_LOGIT
     fitting = (free - _pass_bytes(model, args, tp=ranks.tp, room=room) - _OTHER_BYTES) // bytes_per_row
     fitting = max(1, min(rows, -ranks.largest(-fitting)))
     if fitting < rows and ranks.is_first:
@@ -75,8 +75,9 @@ class OutOfMemory(TitanError):
 def memory_for_weights(work: Work, info: ModelInfo) -> Iterator[None]:
     """Raise OutOfMemory, with fixes, where loading a rank's weights runs out of memory."""
     num = sum(prod(parameter.shape) for parameter in get_family(info.family).parameters(info.args))
-    dtype = "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype
-    num_gib = num * (1 if work.request.quantize else getattr(torch, dtype).itemsize) / work.tp / GIB
+    dtype = work.weights_dtype
+    each = _BYTES_PER_WEIGHT.get(dtype) or getattr(torch, dtype).itemsize
+    num_gib = num * each / work.tp / GIB
     with _explained(f" while reading the weights, about {num_gib:.2f} GiB per rank in {dtype}", _weight_tries(work)):
         yield
 
@@ -85,7 +86,7 @@ def memory_for_weights(work: Work, info: ModelInfo) -> Iterator[None]:
 def memory_for_sequences(work: Work, model: SlicedModel, *, rows: int, room: int) -> Iterator[None]:
     """Raise OutOfMemory, with fixes, where `rows` sequences of up to `room` tokens run out of memory."""
     sequences = f"{rows:,} sequences of" if rows > 1 else "a sequence of up to"
-    num_gib = rows * room * model.bytes_per_cached_token / GIB
+    num_gib = rows * model.cache_bytes(room) / GIB
     cache = f"the cache of {sequences} {room:,} tokens takes {num_gib:.2f} GiB per rank in addition to the weights"
     with _explained(f": {cache}", [*_sequence_tries(work, rows=rows, room=room), *_weight_tries(work)]):
         yield

@@ -49,16 +49,16 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
       it for each sequence. Of experts, as many as the rows choose on average if all are equally likely.
     - bandwidth_share: as a share of the GPU's peak in its data sheet; None on a CPU.
     - peak_memory_gib: the most that one rank held (2^30 bytes): allocated on its GPU, or resident on a CPU.
-    - dtype: of the weights; with --quantize "int8", or "float8" also where those of the checkpoint are kept.
+    - dtype: of the weights; with --quantize "int8" or "float8"; where those of the checkpoint are kept, "float8" or
+      "mxfp4".
+    - quantize: that option; None without it.
 
     Every rank must call this, since they compare their memory.
     """
     steps, decode_secs = timings.num_decode_steps, timings.decode_secs
     gb_per_sec = None
     if steps and engine is not None:
-        model, num_cached = engine.model, timings.cache_tokens_read
-        num_bytes = steps * model.bytes_per_token + timings.expert_bytes_read
-        num_bytes += num_cached * model.bytes_per_cached_token
+        num_bytes = steps * engine.model.bytes_per_token + timings.expert_bytes_read + timings.cache_bytes_read
         gb_per_sec = num_bytes / decode_secs / 1e9
     peak = peak_gb_per_sec(ranks.device)
     return {
@@ -69,7 +69,8 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
         "bandwidth_share": gb_per_sec / peak if gb_per_sec and peak else None,
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
         "tp": work.tp,
-        "dtype": "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype,
+        "dtype": work.weights_dtype,
+        "quantize": work.request.quantize,
         "seed": work.request.sampling.seed,
     }
 
@@ -85,7 +86,8 @@ def describe(stats: dict[str, Any], *, num: int = 1) -> str:
         parts.append(f"{stats['tokens_per_sec']:.1f} tokens/s")
     if stats["bandwidth_share"] is not None:
         parts.append(f"{stats['bandwidth_share']:.0%} of the memory's bandwidth")
-    parts += [f"{stats['peak_memory_gib']:.2f} GiB per rank", f"tp {stats['tp']}", stats["dtype"]]
+    dtype = f"{stats['dtype']} as stored" if stats["quantize"] == STORED else stats["dtype"]
+    parts += [f"{stats['peak_memory_gib']:.2f} GiB per rank", f"tp {stats['tp']}", dtype]
     return ", ".join(parts)
 
 

@@ -31,6 +31,12 @@ class Work:
     dtype: str
     tokenizer_folder: Path
     origin: Origin | None = None  # with --out, and with several ranks
+    stored: str | None = None  # the format of weights that --quantize stored keeps
+
+    @property
+    def weights_dtype(self) -> str:
+        """Of the weights in memory: the format of those that are quantized, else the dtype of the computation."""
+        return self.stored or self.request.quantize or self.dtype
 
 
 class Task(Protocol):

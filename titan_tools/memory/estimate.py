@@ -195,7 +195,7 @@ def _all_ranks(
     mine, others = (kinds, []) if job.config.compile.enable else _two_shares(kinds)
     traced = partial(traced_kinds, job, kernels=kernels, num_steps=num_steps)
     if not others:
-        with _sharing_compiled_code(job.config):
+        with sharing_compiled_code(job.config):
             ranks, fullest = _share(traced(mine), allocator, of_rank)
         return ranks, fullest
     with run_in_child(lambda: _share(traced(others), allocator, of_rank)) as child:
@@ -205,7 +205,8 @@ def _all_ranks(
         return ranks + more, fullest
 
 
-def _sharing_compiled_code(config: Config) -> AbstractContextManager[None]:
+def sharing_compiled_code(config: Config) -> AbstractContextManager[None]:
+    """`share_compiled_code`, without loading Inductor where nothing is compiled."""
     if not config.compile.enable or not config.compile.components:
         return nullcontext()
     from titan_tools.memory.trace.compile import share_compiled_code

@@ -16,7 +16,7 @@ from trainer.config.command_line import read_overrides
 from trainer.config.custom_import import import_custom
 from trainer.config.preset import find_preset, preset_names
 from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_VALUES
-from trainer.config.renamed import GONE, RENAMED, RENAMED_VALUES
+from trainer.config.renamed import GONE, READ_AS_RENAMED, RENAMED, RENAMED_VALUES
 from trainer.config.sections import SECTION, Config
 from trainer.config.toml_file import Setting, read_toml
 from trainer.config.types import fit
@@ -29,7 +29,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError that lists every unknown key, wrong value and uncovered feature, with file and line.
     """
-    settings = _read(source)
+    settings = _as_meant(_read(source))
     typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_unknown_key)
     found = [(setting, problem_of(key, setting)) for key, setting in [*settings.items(), *typed.items()]]
     problems = [f"{setting.origin}: {problem}" for setting, problem in found if problem] + typed_problems
@@ -45,6 +45,16 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     if problems:
         raise _error(source, problems, upgradable=any(is_older(key, s.value) for key, s in settings.items()))
     return config
+
+
+def _as_meant(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """The settings of a file with READ_AS_RENAMED replaced, which the origin says."""
+    key, old = READ_AS_RENAMED
+    setting = settings.get(key)
+    if setting is None or not isinstance(setting.value, list) or old not in setting.value:
+        return dict(settings)
+    now = [RENAMED_VALUES[READ_AS_RENAMED] if item == old else item for item in setting.value]
+    return {**settings, key: Setting(now, f"{setting.origin}, called {old} there")}
 
 
 def origins(config: Config) -> dict[str, Setting]:

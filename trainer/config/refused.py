@@ -26,7 +26,6 @@ def _unread(kind: Any, switch: str) -> Refused:
 
 _WORKERS = "a background thread reads the next batch; there are no worker processes"
 _MX = 'model.converters = ["quantize.linear.mx"] or similar'
-_NO_EXPERTS = "its experts are not covered yet; of the models with experts, Qwen 3's are"
 
 _NO_MX = "MXFP8 is not covered; quantize.linear.float8 is"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -90,8 +89,6 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 """Values of supported keys that torchtitan allows and titan does not; of a list, its items."""
 
 REFUSED_FAMILIES: dict[str, str] = {
-    "llama4": _NO_EXPERTS,
-    "gpt_oss": _NO_EXPERTS,
     "flux": "it makes images; language models are covered",
     "llama3_ft": "TorchFT replica groups are not covered; the model is llama3",
 }

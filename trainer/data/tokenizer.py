@@ -1,4 +1,4 @@
-"""Tokenizers: `tokenizer.json`, and `tokenizer.model` as tiktoken ranks or SentencePiece.
+"""Tokenizers: `tokenizer.json`, `tokenizer.model` as tiktoken ranks or SentencePiece, and Moonshot's `tiktoken.model`.
 
 Special tokens in a text are read as text unless the caller asks otherwise, so that no document can end itself.
 """
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from converters.assets import find_assets
 from converters.errors import DataError
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.names import MOONSHOT_RANKS, TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tokenizers import moonshot
 from converters.tokenizers.agreement import Comparison, compare_tokenizers, disagreement
 from converters.tokenizers.config_tokens import read_table, tokens_only_in_config
 from converters.tokenizers.tiktoken_model import (
@@ -79,6 +80,8 @@ def load_tokenizer(folder: Path | str, *, as_transformers: bool = False) -> Toke
         return _JsonTokenizer(described, assets, as_transformers=as_transformers)
     if model:
         return _SentencePieceTokenizer(model, assets)
+    if ranks := assets.get(MOONSHOT_RANKS):
+        return _TiktokenTokenizer(ranks, None, assets, as_transformers=as_transformers)
     what = "has no" if folder.is_dir() else "is not a folder, so it has no"
     raise DataError(
         f"{folder} {what} {TIKTOKEN_MODEL} or {TOKENIZER_JSON}",
@@ -104,6 +107,8 @@ def tokenizes_differently(one: Tokenizer, other: Tokenizer) -> bool:
 class _TiktokenTokenizer:
     """`described`: what a tokenizer.json of the same ids adds: special tokens, words, a prompt's prefix."""
 
+    prefix_ids: tuple[int, ...]
+
     def __init__(self, model: Path, described: Comparison | None, assets: Mapping[str, Path], *, as_transformers: bool):
         import tiktoken
 
@@ -112,7 +117,11 @@ class _TiktokenTokenizer:
         if missing:
             raise DataError(f"{model}: {missing} of the 256 single bytes have no rank, so some text has no ids")
         words: set[str] = set()
-        if described:
+        pattern, self._parts = pattern_of(len(ranks)), _without_long_white_space
+        if model.name == MOONSHOT_RANKS:
+            specials, self.prefix_ids = moonshot.special_tokens(assets, len(ranks)), ()
+            pattern, self._parts = moonshot.PATTERN, moonshot.parts_of
+        elif described:
             specials, words, self.prefix_ids = _described(described)
             if tokens_only_in_config(assets, specials, 0):  # else the whole table need not be read
                 specials |= tokens_only_in_config(assets, *read_table(assets[TOKENIZER_JSON]))
@@ -123,9 +132,7 @@ class _TiktokenTokenizer:
         if inside:
             raise DataError(f"{TOKENIZER_JSON}: special tokens {inside} have ids of ordinary tokens in {model}")
         # Built from the ranks we read: tiktoken's own loader caches files by path and would serve a stale one
-        self._encoding = tiktoken.Encoding(
-            str(model), pat_str=pattern_of(len(ranks)), mergeable_ranks=ranks, special_tokens=specials
-        )
+        self._encoding = tiktoken.Encoding(str(model), pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
         self.vocab_size = self._encoding.max_token_value + 1
         self.byte_values: dict[int, int] = {}
         self._words = words if as_transformers else set()
@@ -136,7 +143,7 @@ class _TiktokenTokenizer:
         _refuse_lone_surrogates(text)
         allowed: Literal["all"] | set[str] = "all" if special else self._words
         ids: list[int] = []
-        for part in _without_long_white_space(text):
+        for part in self._parts(text):
             ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
         return _framed(self, ids, bos=bos, eos=eos)
 

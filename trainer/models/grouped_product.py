@@ -25,6 +25,12 @@ def grouped_product(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return product
 
 
+def grouped_outer(left_RO: Tensor, right_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """`left[start:end].T @ right[start:end]` of each expert's rows, without a gradient. Returns [E, O, I]."""
+    product: Tensor = _weights(left_RO, right_RI, ends_E)
+    return product
+
+
 @torch.library.custom_op("titan::grouped_rows", mutates_args=())
 def _rows(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, is_backward: bool) -> Tensor:
     """Each row times its expert's matrix: `x @ w.T`; with `is_backward` [R, O] → [R, I], `x @ w`."""

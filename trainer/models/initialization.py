@@ -45,6 +45,21 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
         case Role.ROW | Role.UP_COLUMN | Role.EXPERT_ROW | Role.EXPERT_UP_COLUMN | Role.ROUTER if (
             parameter.layer is not None
         ):
-            # deeper layers add to a residual stream that has already grown
-            return Normal(_STD / sqrt(2 * (parameter.layer + 1)))
+            return _of_depth(parameter.layer)
     return Normal(_STD)
+
+
+def gpt_oss_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
+    """As torchtitan's GPT-OSS: the depth scales every matrix of a layer, and its sinks.
+
+    Biases are 0, as in other families and in transformers; torchtitan draws them like the matrices.
+    """
+    distribution = initial_distribution(parameter, args)
+    if parameter.layer is None or isinstance(distribution, Constant):
+        return distribution
+    return _of_depth(parameter.layer)
+
+
+def _of_depth(layer: int) -> Normal:
+    """Deeper layers add to a residual stream that has already grown."""
+    return Normal(_STD / sqrt(2 * (layer + 1)))

@@ -1,8 +1,8 @@
-"""A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x))))`.
+"""A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x)))) + shared(x)`.
 
-No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; trainer/parallel/expert_parallel.py
-replaces it where experts are on other ranks. All sums run in a fixed order, forward and backward, so that reruns are
-bit-equal.
+The weights of a token's experts multiply their outputs, or what they read (Llama 4). No token is dropped and no row is
+padded. `LocalDispatch` sorts rows by expert; trainer/parallel/expert_parallel.py replaces it where experts are on other
+ranks. All sums run in a fixed order, forward and backward, so that reruns are bit-equal.
 
 Shape letters: T tokens, D model dim, E experts, K experts per token, F expert width, R = T * K rows in expert order.
 """
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from converters.families.base import Experts
+from trainer.models.biased_experts import BiasedExperts
 from trainer.models.grouped_product import grouped_product
 
 SIGMOID = "sigmoid"  # Experts.score
@@ -31,7 +32,8 @@ class Gate(nn.Linear):
     """The router's linear layer: float32, from input and weight as the training dtype has them."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return F.linear(x_TD.float(), self.weight.float())
+        bias_E = None if self.bias is None else self.bias.float()
+        return F.linear(x_TD.float(), self.weight.float(), bias_E)
 
 
 class Router(nn.Module):
@@ -47,8 +49,9 @@ class Router(nn.Module):
         self.score, self.scale = experts.score, experts.scale
         self.num_groups, self.top_groups = experts.num_groups, experts.top_groups
         self.best_of_group = experts.best_of_group
+        self.chooses_by_logits = experts.score == SIGMOID and experts.scales_input
         self.forces_balance = False  # for measurements: experts in turn, whatever the scores
-        self.gate = Gate(dim, experts.num, bias=False)
+        self.gate = Gate(dim, experts.num, bias=experts.clamp is not None)
 
     def forward(self, x_TD: Tensor, bias_E: Tensor) -> Routes:
         logits_TE: Tensor = self.gate(x_TD)
@@ -57,7 +60,8 @@ class Router(nn.Module):
             slots_R = torch.arange(len(x_TD) * self.top_k, device=x_TD.device)
             ids_TK = (slots_R % self.num_experts).view(-1, self.top_k)
         else:
-            choice_TE = scores_TE + bias_E
+            # less 1, as the sigmoids of large logits all round to 1: Llama 4 chooses by logits
+            choice_TE = (-torch.sigmoid(-logits_TE) if self.chooses_by_logits else scores_TE) + bias_E
             if self.num_groups > 1:
                 choice_TE = self._in_best_groups(choice_TE)
             ids_TK = choice_TE.topk(self.top_k, dim=-1).indices
@@ -92,6 +96,10 @@ class Dispatched(NamedTuple):
 class LocalDispatch(nn.Module):
     """Every expert is on this rank: rows are sorted by expert, in token order within an expert."""
 
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """The tokens whose rows are dispatched here, and which shared experts read: those of this rank."""
+        return x_TD
+
     def forward(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Dispatched:
         sorted_R, order_R = ids_TK.flatten().sort(stable=True)
         back_R = torch.empty_like(order_R).scatter(0, order_R, torch.arange(len(order_R), device=order_R.device))
@@ -100,6 +108,12 @@ class LocalDispatch(nn.Module):
         x_RD = _ToExperts.apply(x_TD, order_R, back_R, ids_TK.shape[1])  # type: ignore[no-untyped-call]
         return Dispatched(x_RD, ends_E, order_R, back_R)
 
+    def scale(self, dispatched: Dispatched, weights_TK: Tensor) -> Dispatched:
+        """Each row times its weight, in float32."""
+        weights_R1 = weights_TK.flatten().unsqueeze(1)
+        weights_R1 = _ToTokens.apply(weights_R1, dispatched.back_R, dispatched.order_R)  # type: ignore[no-untyped-call]
+        return dispatched._replace(x_RD=(dispatched.x_RD * weights_R1).type_as(dispatched.x_RD))
+
     def compute(self, experts: nn.Module, dispatched: Dispatched) -> Tensor:
         """The experts' output of each row, in the order of the rows."""
         out_RD: Tensor = experts(dispatched.x_RD, dispatched.ends_E)
@@ -107,9 +121,22 @@ class LocalDispatch(nn.Module):
 
     def combine(self, out_RD: Tensor, dispatched: Dispatched, weights_TK: Tensor) -> Tensor:
         """The weighted sum over each token's experts, best first, in float32."""
-        flat: Tensor = _ToTokens.apply(out_RD, dispatched.order_R, dispatched.back_R)  # type: ignore[no-untyped-call]
-        out_TKD = flat.view(*weights_TK.shape, -1)
+        out_TKD = _by_token(out_RD, dispatched, weights_TK.shape[1])
         return (out_TKD.float() * weights_TK.unsqueeze(-1)).sum(dim=1).type_as(out_RD)
+
+    def add_up(self, out_RD: Tensor, dispatched: Dispatched, top_k: int) -> Tensor:
+        """The sum over each token's experts, whose rows have been scaled, best first; torch adds in float32."""
+        return _by_token(out_RD, dispatched, top_k).sum(dim=1)
+
+    def finish(self, out_TD: Tensor) -> Tensor:
+        """The output of this rank's tokens, from what is computed here of the gathered ones."""
+        return out_TD
+
+
+def _by_token(out_RD: Tensor, dispatched: Dispatched, top_k: int) -> Tensor:
+    """[T, K, D]"""
+    flat: Tensor = _ToTokens.apply(out_RD, dispatched.order_R, dispatched.back_R)  # type: ignore[no-untyped-call]
+    return flat.view(-1, top_k, flat.shape[1])
 
 
 class _ToExperts(Function):
@@ -184,7 +211,8 @@ class MoE(nn.Module):
         self.balance_rate = experts.balance_rate
         self.router = Router(dim, experts)
         self.dispatch = LocalDispatch()
-        self.experts = GroupedExperts(dim, experts)
+        self.scales_input = experts.scales_input
+        self.experts = GroupedExperts(dim, experts) if experts.clamp is None else BiasedExperts(dim, experts)
         self.shared_experts = SharedExperts(dim, experts.shared_hidden) if experts.shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(experts.num, dtype=torch.float32))
         self.load_E: Tensor | None = None  # rows of each expert, int64: backward adds those of its forward
@@ -192,12 +220,22 @@ class MoE(nn.Module):
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         ids_TK, weights_TK = self.router(x_TD, self.expert_bias)
+        x_TD = self.dispatch.gather(x_TD)
         dispatched = self.dispatch(x_TD, ids_TK, len(self.expert_bias))
+        shared_x_BLD = None if self.shared_experts is None else x_TD.view(-1, *x_BLD.shape[1:])
+        del x_TD  # tokens of several ranks are not kept for the routed experts
         if self.load_E is not None:
             weights_TK = _counted(weights_TK, dispatched.ends_E, self.load_E)
+        if self.scales_input:
+            dispatched = self.dispatch.scale(dispatched, weights_TK)
         out_RD = self.dispatch.compute(self.experts, dispatched)
-        out_BLD = self.dispatch.combine(out_RD, dispatched, weights_TK).view_as(x_BLD)
-        return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
+        if self.scales_input:
+            out_TD = self.dispatch.add_up(out_RD, dispatched, weights_TK.shape[1])
+        else:
+            out_TD = self.dispatch.combine(out_RD, dispatched, weights_TK)
+        if self.shared_experts is not None:
+            out_TD = out_TD + self.shared_experts(shared_x_BLD).view_as(out_TD)
+        return self.dispatch.finish(out_TD).view_as(x_BLD)
 
 
 @torch.library.custom_op("titan::counted", mutates_args=())

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, Parameter
-from trainer.models.initialization import Distribution, initial_distribution
+from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
+from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class TrainerFamily:
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
     stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which also takes
-    `scale`, the factor of the scores.
+    `scale`, the factor of the scores, and `sinks_N`. An attention with a window, chunk or sinks has them in `kind`.
     Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked loss calls
     it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as Transformer's it
     passes what `make_mask` makes of the documents to every inner attention.
@@ -49,12 +49,26 @@ def _build_deepseek_v3(args: ModelArgs) -> "Transformer":
     return build_model(args)
 
 
+def _build_gpt_oss(args: ModelArgs) -> "Transformer":
+    from trainer.models.gpt_oss.model import build_model
+
+    return build_model(args)
+
+
+def _build_llama4(args: ModelArgs) -> "Transformer":
+    from trainer.models.llama4.model import build_model
+
+    return build_model(args)
+
+
 _LLAMA = TrainerFamily(_build_llama3, takes_documents=True)
 _FAMILIES = {
     "llama3": _LLAMA,
     "llama2": _LLAMA,  # the same computation with other numbers
     "qwen3": TrainerFamily(_build_qwen3, takes_documents=True),
     "deepseek_v3": TrainerFamily(_build_deepseek_v3, takes_documents=True),
+    "gpt_oss": TrainerFamily(_build_gpt_oss, initial_distribution=gpt_oss_distribution, takes_documents=True),
+    "llama4": TrainerFamily(_build_llama4, takes_documents=True),
 }
 
 
@@ -76,6 +90,23 @@ def get_trainer_family(name: str) -> TrainerFamily:
             hint=f"families: {', '.join(_FAMILIES)}; trainer.api.register_model adds the model of your own family",
         )
     return _FAMILIES[name]
+
+
+def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
+    """Raise UnsupportedError where a layer's attention has other windows, chunks or sinks than the family's `block`.
+
+    The masks are made for the `kind` of the layer's attention.
+    """
+    differing = []
+    for number, layer in model.layers.items():
+        described = family.block(args, int(number)).attention
+        built = getattr(getattr(layer, "attention", None), "kind", None)
+        if isinstance(described, GroupedQuery) and described != built and (described.needs_mask or built is not None):
+            differing.append(f"layers.{number}.attention: kind = {built}, not {described}")
+    if differing:
+        raise UnsupportedError(
+            f"family {family.name!r}: the model's attention is not what `block` describes:" + list_offenders(differing)
+        )
 
 
 def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:

@@ -104,8 +104,8 @@ def _kept_operations() -> frozenset[Any]:
     """
     import torch
 
-    from trainer.parallel.document_attention import document_attention_operations
     from trainer.parallel.expert_exchange import EXCHANGES
+    from trainer.parallel.masked_attention import masked_operations
 
     aten = torch.ops.aten
     return frozenset(
@@ -116,7 +116,7 @@ def _kept_operations() -> frozenset[Any]:
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_cudnn_attention.default,
             aten._efficient_attention_forward.default,  # a context rank's, in fp32 on CUDA
-            *document_attention_operations(),
+            *masked_operations(),
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
             aten.max.default,  # float8's scales: one number each
             aten.topk.default,  # a recomputed score that differs in its last bit must not choose another expert

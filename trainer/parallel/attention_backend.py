@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from converters.families.base import ModelArgs
 from trainer.models.llama3.model import CausalAttention, Transformer
 from trainer.parallel.document_attention import PerDocumentAttention
+from trainer.parallel.masked_attention import OneOfMasks
 
 _HOPPER = 9
 _ELSEWHERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -73,7 +74,10 @@ def widen_attention_on_cpu(parts: Sequence[Transformer], device: torch.device) -
         return
     for part in parts:
         for layer in part.layers.values():
-            attention: Any = getattr(layer, "attention", None)
-            inner = getattr(attention, "inner_attention", None)
+            holder: Any = getattr(layer, "attention", None)
+            name = "inner_attention"
+            inner = getattr(holder, name, None)
+            if isinstance(inner, OneOfMasks):
+                holder, name, inner = inner, "attend", inner.attend
             if type(inner) is CausalAttention or type(inner) is PerDocumentAttention:
-                attention.inner_attention = WideAttention(inner)
+                setattr(holder, name, WideAttention(inner))

@@ -5,20 +5,38 @@ masked. Sequences are split into 2·cp chunks and rank r holds chunks r and 2·c
 compute the same number of (query, key) pairs although attention is causal. Works with gloo and NCCL.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.llama3.model import first_features, to_one_width
+from converters.families.base import GroupedQuery
+from trainer.models.llama3.model import PLAIN, first_features, to_one_width
 from trainer.parallel.shards import gather_shards
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
-    from trainer.parallel.document_attention import DocumentAttention
+
+
+class MaskedAttention(Protocol):
+    """An inner attention module that takes a mask."""
+
+    def make_mask(self, documents_BE: Tensor, *, num_queries: int) -> Any:
+        """The mask for queries that are the last `num_queries` of the E tokens. One row is for all samples."""
+        ...
+
+    def __call__(
+        self,
+        q_BCNH: Tensor,
+        k_BEKH: Tensor,
+        v_BEKH: Tensor,
+        mask: Any,
+        scale: float | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -51,7 +69,7 @@ class ContextParallelAttention(nn.Module):
     """Inner attention over sequence shards: q stays local, k and v are gathered unless they are whole already.
 
     Head and tail are computed separately. Each has consecutive queries and needs the keys up to its own end, so nothing
-    outside the causal triangle's bounding box is computed.
+    outside the causal triangle's bounding box is computed; of a window or chunk, no key that none of them may see.
     """
 
     def __init__(
@@ -60,43 +78,54 @@ class ContextParallelAttention(nn.Module):
         *,
         gathers: bool = True,
         uses_cudnn: bool = False,
-        masked: "Callable[[], DocumentAttention] | None" = None,
+        masked: MaskedAttention | None = None,
+        kind: GroupedQuery = PLAIN,
     ):
         super().__init__()
-        self.group, self.gathers, self.uses_cudnn, self.masked = group, gathers, uses_cudnn, masked and masked()
+        self.group, self.gathers, self.uses_cudnn, self.masked = group, gathers, uses_cudnn, masked
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
+        self.num_seen = min((n for n in (kind.window, kind.chunk) if n is not None), default=None)
 
-    def make_masks(self, documents_BS: Tensor) -> tuple[Any, Any]:
-        """The masks of head and tail; each sees the keys up to its own end."""
-        assert self.masked is not None
-        chunk_len = documents_BS.shape[1] // (2 * self.cp)
-        head, tail = ((chunk + 1) * chunk_len for chunk in (self.rank, 2 * self.cp - 1 - self.rank))
-        return tuple(self.masked.make_mask(documents_BS[:, :end], num_queries=chunk_len) for end in (head, tail))
+    def make_masks(self, documents_BS: Tensor) -> tuple[Any, ...]:
+        """The masks of head and tail, for the keys that each sees."""
+        masked, half_len = self.masked, documents_BS.shape[1] // (2 * self.cp)
+        assert masked is not None
+        return tuple(
+            masked.make_mask(documents_BS[:, keys], num_queries=half_len) for keys in self._keys_of_halves(half_len)
+        )
+
+    def _keys_of_halves(self, half_len: int) -> tuple[slice, slice]:
+        """The places of the keys that the first query of head and of tail, or a later one, may see."""
+
+        def keys(half: int) -> slice:
+            first = half * half_len
+            return slice(max(0, first - self.num_seen + 1) if self.num_seen else 0, first + half_len)
+
+        return keys(self.rank), keys(2 * self.cp - 1 - self.rank)
 
     def forward(
         self,
         q_BLNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
-        mask: tuple[Any, Any] | None = None,
+        mask: tuple[Any, ...] | None = None,
         scale: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         if self.gathers:
             kv_BSKH = gather_sequence(torch.cat((k_BSKH, v_BSKH), dim=-1), self.group)  # in one message
             k_BSKH, v_BSKH = torch.split(kv_BSKH, [k_BSKH.shape[-1], v_BSKH.shape[-1]], dim=-1)
-        chunk_len = q_BLNH.shape[1] // 2
         attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
         # Cut once: each cut would have a whole gradient in backward
-        halves = zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True)
-        for half, (q_BCNH, chunk) in enumerate(halves):
-            end = (chunk + 1) * chunk_len
-            k_BEKH, v_BEKH = k_BSKH[:, :end], v_BSKH[:, :end]
+        halves = zip(q_BLNH.chunk(2, dim=1), self._keys_of_halves(q_BLNH.shape[1] // 2), strict=True)
+        for half, (q_BCNH, keys) in enumerate(halves):
+            k_BEKH, v_BEKH = k_BSKH[:, keys], v_BSKH[:, keys]
             if self.masked is None:
                 outputs.append(attend(q_BCNH, k_BEKH, v_BEKH, scale))
             else:
                 assert mask is not None
-                outputs.append(self.masked(q_BCNH, k_BEKH, v_BEKH, mask[half], scale))
+                outputs.append(self.masked(q_BCNH, k_BEKH, v_BEKH, mask[half], scale, sinks_N))
         return torch.cat(outputs, dim=1)
 
 
@@ -225,19 +254,21 @@ def apply_cp(
     group: dist.ProcessGroup,
     *,
     uses_cudnn: bool = False,
-    masked: "Callable[[], DocumentAttention] | None" = None,
+    masked: Mapping[str, MaskedAttention] | None = None,
 ) -> None:
-    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel; `masked`: with this one.
+    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel, but layers in `masked`.
 
     Latent attention gathers latents, before it makes keys and values of them.
     """
-    for layer in model.layers.values():
+    for number, layer in model.layers.items():
         attention: Any = layer.attention
         is_latent = hasattr(attention, "key_context")
         if is_latent:
             attention.key_context = GatheredKeyContext(group)
         attention.inner_attention = ContextParallelAttention(
-            group, gathers=not is_latent, uses_cudnn=uses_cudnn, masked=masked
+            group,
+            gathers=not is_latent,
+            uses_cudnn=uses_cudnn,
+            masked=(masked or {}).get(number),
+            kind=getattr(attention, "kind", PLAIN),
         )
-    if masked is not None:
-        model.make_mask = ContextParallelAttention(group, masked=masked).make_masks

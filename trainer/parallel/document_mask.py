@@ -1,6 +1,6 @@
-"""Attention within documents: what a config asks for, and what it cannot be combined with. Torch-free."""
+"""Attention with masks (documents, windows, chunks, sinks): a config's settings, and what is refused. Torch-free."""
 
-from converters.families.base import Family, FlavorAttention
+from converters.families.base import Family, FlavorAttention, GroupedQuery, ModelArgs
 from converters.mesh_shape import MeshShape
 from trainer.config.sections import Config
 from trainer.data.kinds import C4
@@ -24,10 +24,23 @@ def attention_kernel(config: Config, family: Family) -> str:
     return config.model.attn_type or ("varlen" if of_flavor == "varlen" else "flex")
 
 
-def document_problems(config: Config, family: Family, dims: MeshShape, *, takes_documents: bool) -> list[str]:
+def needs_masks(family: Family, args: ModelArgs) -> bool:
+    """Whether layers have windows, chunks or sinks, which kernels of attention within documents compute."""
+    return any(
+        isinstance(kind, GroupedQuery) and kind.needs_mask
+        for kind in (block.attention for block in family.blocks(args))
+    )
+
+
+def document_problems(
+    config: Config, family: Family, args: ModelArgs, dims: MeshShape, *, takes_documents: bool
+) -> list[str]:
     """Unsupported combinations. `takes_documents`: the model's forward does."""
     rules, kernel = document_rules(config, family), attention_kernel(config, family)
+    has_kinds = needs_masks(family, args)
     mask = f"attention within documents (training.document_mask = {rules.mask})"
+    if rules.mask == "none":
+        mask = f"the attention of {family.name}, which has windows, chunks or sinks,"
     schedule = config.parallelism.pipeline_parallel_schedule
     problems = []
     if rules.packing == "best_fit" and rules.mask != "offsets":
@@ -40,19 +53,24 @@ def document_problems(config: Config, family: Family, dims: MeshShape, *, takes_
             "training.packing = best_fit chooses among all documents, and c4 is streamed; nearest: concatenated, or"
             " dataset = tokens, an index that `titan data prepare` makes of C4's files"
         )
-    if rules.mask == "none" and config.model.attn_type:
+    if has_kinds and kernel == "varlen":
+        problems.append(
+            f"varlen's kernel computes no windows, chunks or sinks, which {family.name} has; nearest: model.attn_type ="
+            " flex"
+        )
+    elif rules.mask == "none" and config.model.attn_type and not has_kinds:
         problems.append(
             f"model.attn_type = {kernel} is a kernel of attention within documents, and training.document_mask is none;"
             " nearest: training.document_mask = offsets, or no model.attn_type"
         )
-    if rules.mask == "none":
+    if rules.mask == "none" and not has_kinds:
         return problems
-    if not takes_documents:
+    if rules.mask != "none" and not takes_documents:
         problems.append(
             f"{mask}: the model of family {family.name} does not take documents (TrainerFamily.takes_documents);"
             " nearest: training.document_mask = none"
         )
-    if kernel == "varlen" and dims.cp > 1:
+    if kernel == "varlen" and dims.cp > 1 and not has_kinds:
         problems.append(
             f"{mask} by varlen's kernel needs whole sequences, and context parallelism splits them; nearest:"
             " model.attn_type = flex"
@@ -60,8 +78,8 @@ def document_problems(config: Config, family: Family, dims: MeshShape, *, takes_
     if kernel == "flex" and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
         problems.append(
             f"{mask} by FlexAttention is compiled, and schedule {schedule} splits the backward pass, which torch does"
-            " not support in compiled code (pytorch#161904); nearest: schedule Interleaved1F1B, or model.attn_type ="
-            " varlen"
+            " not support in compiled code (pytorch#161904); nearest: schedule Interleaved1F1B"
+            + ("" if has_kinds else ", or model.attn_type = varlen")
         )
     return problems
 

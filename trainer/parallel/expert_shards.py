@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-from trainer.models.moe import GroupedExperts
+from trainer.models.moe import MoE
 
 SHARDS_WITH_LAYER = hasattr(_fsdp_common, "ShardPlacementResult")
 """Whether this torch gathers parameters on several meshes at once, when a layer begins (2.13).
@@ -33,7 +33,7 @@ class ShardedExperts:
     def shard(self, modules: nn.Module | list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]) -> None:
         """`fully_shard` over `mesh`, experts over their own."""
         held = modules if isinstance(modules, list) else [modules]
-        found = [m for module in held for m in module.modules() if isinstance(m, GroupedExperts)]
+        found = [m.experts for module in held for m in module.modules() if isinstance(m, MoE)]
         if not SHARDS_WITH_LAYER:
             for experts in (m for m in found if not isinstance(m, FSDPModule)):  # the root is sharded last
                 fully_shard(experts, mesh=self._mesh, shard_placement_fn=lambda _: self._placement, **options)

@@ -2,6 +2,7 @@
 
 Between the gathering and the products of the heads, latents are plain tensors, equal on all ranks, and each rank has
 the part of their gradient that comes from its heads. The parts are summed once, by the gathering's reduce-scatter.
+Shared experts read gathered tokens in the same way.
 """
 
 from functools import partial
@@ -31,7 +32,7 @@ class GatherLatents(ParallelStyle):
         return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-class LatentColumns(ColwiseParallel):
+class ColumnsOfGathered(ColwiseParallel):
     """Column-parallel, with an input whose gradient stays the part of this rank; torch's style would sum the parts."""
 
     @staticmethod

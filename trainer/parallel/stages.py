@@ -41,6 +41,15 @@ class StageSplit:
         return [stage for stage, rank in enumerate(self.ranks) if rank == pp_rank]
 
 
+def schedule_of(parallelism: Parallelism, *, num_microbatches: int, pp: int) -> str:
+    """The schedule that runs: GPipe for 1F1B with fewer microbatches than ranks, which torch's 1F1B does not take.
+
+    Few ranks of it would begin a backward before the last forward.
+    """
+    schedule = parallelism.pipeline_parallel_schedule
+    return "GPipe" if schedule == "1F1B" and num_microbatches < pp else schedule
+
+
 def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
     """The stages that the config sets. Raises ConfigError where the model cannot be split this way."""
     explicit = parallelism.module_fqns_per_model_part
@@ -146,11 +155,6 @@ def _microbatch_problems(parallelism: Parallelism, training: Training, pp: int) 
             f" training.local_batch_size = {batch}; possible: {', '.join(map(str, sizes))}"
         ]
     count, schedule = batch // size, parallelism.pipeline_parallel_schedule
-    if schedule == "1F1B" and count < pp:
-        return [
-            f"schedule 1F1B needs at least {pp} microbatches (one per stage), but local_batch_size {batch} in"
-            f" microbatches of {size} makes {count}; take training.local_batch_size ≥ {pp * size} or GPipe"
-        ]
     if schedule in _ROUND_SCHEDULES and not _in_equal_rounds(count, pp):
         below = next(n for n in range(count, 0, -1) if _in_equal_rounds(n, pp))
         above = next(n for n in itertools.count(count) if _in_equal_rounds(n, pp))

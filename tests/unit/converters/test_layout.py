@@ -89,13 +89,19 @@ def test_every_rank_holds_the_experts_that_dtensor_says(mesh, num_experts):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
         try:
             device_mesh = init_device_mesh("cpu", sizes_of, mesh_dim_names=("dp_replicate", "efsdp", "ep", "etp"))
-            for tp_dim, shape in ((1, (num_experts, 48, 20)), (2, (num_experts, 24, 48))):
+            # SwiGLU's w1 and w2; biases of GPT-OSS: of sliced features, and of the output, which all slices have whole
+            for tp_dim, shape in (
+                (1, (num_experts, 48, 20)),
+                (2, (num_experts, 24, 48)),
+                (1, (num_experts, 48)),
+                (None, (num_experts, 20)),
+            ):
                 if mesh.efsdp * mesh.ep > num_experts:
                     fsdp = _StridedShard(1, split_factor=mesh.etp) if tp_dim == 1 and mesh.etp > 1 else Shard(1)
-                    shape = (num_experts, 48, 48)
+                    shape = (num_experts, 48, 48)[: len(shape)]
                 else:
                     fsdp = _StridedShard(0, split_factor=mesh.ep)
-                placements = (Replicate(), fsdp, Shard(0), Shard(tp_dim))
+                placements = (Replicate(), fsdp, Shard(0), Replicate() if tp_dim is None else Shard(tp_dim))
                 sizes, offsets = compute_local_shape_and_global_offset(shape, device_mesh, placements)
                 parameter = Parameter("experts.w1", shape, Role.EXPERT_COLUMN, tp_dim, expert_dim=0)
                 box = local_box(parameter, mesh, rank)

@@ -215,6 +215,7 @@ def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     assert_equal(state, extras)
     with open_native(root / "dcp") as weights:
         assert not weights.extras and weights.tensors.keys() == native_arrays(model).keys()
+        assert not weights.info.outer and not set(PROCESSOR) & weights.info.assets.keys()  # a text model's, for exports
     reshard(root / "dcp", tmp_path / "resharded", mesh=MeshShape(dp_shard=2))
     compared = diff(tmp_path / "resharded", root / "dcp")
     assert compared.equal and compared.num_equal == len(extras) + len(native_arrays(model))

@@ -79,6 +79,19 @@ def test_without_the_option_it_warns(foreign, tmp_path):
     assert ours == theirs
 
 
+def test_inference_warns(foreign, tmp_path, capsys):
+    """Only where nothing describes the model: a conversion does, and so does config.json."""
+    _, _, root = foreign
+    convert(root / "dcp", tmp_path / "described", to="dcp", model_from=root / "hf")
+    one = TPRanks(1, 0, torch.device("cpu"))
+    for folder, warns in ((root / "dcp", True), (tmp_path / "described", False), (root / "hf", False)):
+        with open_native(folder, model_from=root / "hf" if warns else None) as weights:
+            assert not is_damaged(FoundCheckpoint(folder, is_step=False), weights, one)
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("if torchtitan v0.2.2 trained it, the model computed otherwise" in said) == warns
+        assert ("`titan convert --trained-by torchtitan-0.2.2` makes a checkpoint" in said) == warns
+
+
 def test_llama4(tmp_path):
     """Without norms of q and k, without a temperature, and the first of every four layers without positions."""
     arrays = tiny_llama4.native_arrays(tiny_llama4.write_llama4(tmp_path / "hf", "maverick", use_qk_norm=True))
@@ -95,19 +108,6 @@ def test_llama4(tmp_path):
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
     with pytest.raises(ConfigError, match="Llama 4 has no YaRN"):
         convert(tmp_path / "dcp", tmp_path / "no", to="hf", model_from=tmp_path / "hf", trained_by=TRAINED_BY[2])
-
-
-def test_inference_warns(foreign, tmp_path, capsys):
-    """Only where nothing describes the model: a conversion does, and so does config.json."""
-    _, _, root = foreign
-    convert(root / "dcp", tmp_path / "described", to="dcp", model_from=root / "hf")
-    one = TPRanks(1, 0, torch.device("cpu"))
-    for folder, warns in ((root / "dcp", True), (tmp_path / "described", False), (root / "hf", False)):
-        with open_native(folder, model_from=root / "hf" if warns else None) as weights:
-            assert not is_damaged(FoundCheckpoint(folder, is_step=False), weights, one)
-        said = " ".join(capsys.readouterr().err.split())
-        assert ("if torchtitan v0.2.2 trained it, the model computed otherwise" in said) == warns
-        assert ("`titan convert --trained-by torchtitan-0.2.2` makes a checkpoint" in said) == warns
 
 
 @pytest.mark.parametrize("trained_by", TRAINED_BY)

@@ -5,7 +5,10 @@ import shutil
 
 import pytest
 
-from tests.torchtitan_release import write_first_run
+from tests.torchtitan_release import ROOT, write_first_run, write_tokenizer
+from trainer.config.toml_file import read_toml
+
+CONFIGS = ROOT / "tests/unit/trainer/config/configs"
 
 OWN_TEXT = ("--validation.dataset_path", "none", "--model.hf_assets_path", "data")
 
@@ -107,6 +110,26 @@ def test_check_lists_what_it_did_not_check(titan, tmp_path):
     assert code == 2 and "no held-out part to validate on" in err and "--validation.no_enable" in err
     code, _, err = titan("config", "check", "qwen3_0.6b", "--training.dataset_path", "a.txt")
     assert code == 2 and "a.txt is no folder" in err
+
+
+SHIPPED = {
+    "llama3": ("debug_model", "8b", "70b", "405b"),
+    "llama4": ("debug_model", "17bx16e", "17bx128e"),
+    "qwen3": ("0.6b", "1.7b", "32b", "moe_debug"),
+    "deepseek_v3": ("debug", "16b", "671b"),
+    "gpt_oss": ("debug",),
+}
+
+
+def test_torchtitans_files_are_fine_unchanged(titan, tmp_path):
+    """All model files of v0.2.2 but Flux's three, where the tokenizers that they name have been downloaded."""
+    write_first_run(tmp_path)
+    for family, name in ((family, name) for family, names in SHIPPED.items() for name in names):
+        path = CONFIGS / f"{family}_{name}.toml"
+        assets = read_toml(path)["model.hf_assets_path"].value
+        write_tokenizer(tmp_path / assets)
+        code, out, err = titan("config", "check", path)
+        assert code == 0 and "fine on" in out, err
 
 
 def test_check_of_torchtitans_debug_config_finds_its_text(titan, tmp_path, monkeypatch):

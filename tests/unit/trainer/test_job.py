@@ -115,10 +115,9 @@ def test_microbatches():
     pipelined = {"pipeline_parallel_degree": 2}
     (problem,) = problems(pipelined | {"pipeline_parallel_microbatch_size": 3}, world_size=2)
     assert "does not divide training.local_batch_size = 8; possible: 1, 2, 4, 8" in problem
-    (problem,) = problems(pipelined, world_size=2, training={"local_batch_size": 1})
-    assert "1F1B needs at least 2 microbatches" in problem and "≥ 2 or GPipe" in problem
     gpipe = pipelined | {"pipeline_parallel_schedule": "GPipe"}
-    assert problems(gpipe, world_size=2, training={"local_batch_size": 1}) == []
+    for few in (pipelined, gpipe):
+        assert problems(few, world_size=2, training={"local_batch_size": 1}) == []
     interleaved = pipelined | {"pipeline_parallel_schedule": "Interleaved1F1B"}
     (problem,) = problems(interleaved, world_size=2, training={"local_batch_size": 5})
     assert "training.local_batch_size = 4 or 6" in problem

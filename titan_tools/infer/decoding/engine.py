@@ -6,18 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titan_tools.infer.decoding.cache import (
-    CacheStep,
-    Decode,
-    KVCache,
-    Prefill,
-    Span,
-    StaticDecode,
-    attach_cache,
-    attention_kernels,
-)
+from titan_tools.infer.decoding.attention import attention_kernels
+from titan_tools.infer.decoding.cache import CacheStep, KVCache, attach_cache
+from titan_tools.infer.decoding.products import can_attend_by_products
 from titan_tools.infer.decoding.sampling import likeliest
 from titan_tools.infer.decoding.static_decode import StaticDecoder, can_split
+from titan_tools.infer.decoding.steps import Decode, Prefill, Span, StaticDecode
 from titan_tools.infer.model.compiling import compile_all_shapes, compiled_body
 from titan_tools.infer.model.load import SlicedModel
 
@@ -55,11 +49,16 @@ _ROOM_STEP = 64  # a row's room is a multiple of it: a GPU's kernels copy masks 
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """Tokens to put into a row, which holds the first `keep` already."""
+    """Tokens to put into a row, which holds the first `keep` already.
+
+    `mark`: behind how many of them other tokens are expected later, for layers with windows (KVCache). 0: where they
+    part with the tokens of a row.
+    """
 
     row: int
     tokens: Sequence[int]
     keep: int = 0
+    mark: int = 0
 
     def __post_init__(self) -> None:
         assert self.keep < len(self.tokens), "the last token must be computed, for its logits"
@@ -92,10 +91,12 @@ class Engine:
         """
         self.model, self.rows, self.room = model, rows, room
         self.held: list[list[int]] = [[] for _ in range(rows)]
+        room = cached_tokens(room)
         self._cache = attach_cache(
             model.body,
             rows=rows,
-            room=-(-room // _ROOM_STEP) * _ROOM_STEP,
+            room=room,
+            reaches=model.reaches(room),
             num_kv_heads=model.num_kv_heads,
             dtype=model.dtype,
             device=model.device,
@@ -109,11 +110,12 @@ class Engine:
                 model.device,
                 model.dtype,
                 records=on_gpu,
-                splits=can_split(model.device, model.dtype, model.head_dim),
+                splits=can_split(model.device, model.dtype, model.head_dim, sinks=model.has_sinks),
+                by_products=model.latent is not None and can_attend_by_products(model.device, model.dtype),
             )
         if on_gpu and model.quantized:  # compile the product of one row now, not during the first token
             self.prefill(0, [0])
-            self.held[0].clear()
+            self._cut(0, 0)
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Tensor:
@@ -139,35 +141,54 @@ class Engine:
         num_scores = sum(one.num_new * len(one.tokens) for one in prompts if one.keep)
         return num_new <= PREFILL_TOKENS[self.model.device.type] and num_scores <= _MASK_ELEMENTS
 
-    def hidden(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Iterator[Tensor]:
+    def hidden(self, row: int, tokens: Sequence[int], *, keep: int = 0, mark: int = 0) -> Iterator[Tensor]:
         """Like `prefill`, but yields the final hidden states of the tokens from `keep` on, in pieces [L, D]."""
-        start, most = RowTokens(row, tokens, keep).keep, PREFILL_TOKENS[self.model.device.type]
+        whole, most = RowTokens(row, tokens, keep, mark), PREFILL_TOKENS[self.model.device.type]
+        start, marks = whole.keep, self._marks(whole)
         while start < len(tokens):
             end = start + _piece_tokens(start, most=most)
-            hidden_LD = self.hidden_of_all([RowTokens(row, tokens[:end], start)])
+            hidden_LD = self._pass([RowTokens(row, tokens[:end], start)], [marks])
             start += len(hidden_LD)
             yield hidden_LD
 
-    @torch.inference_mode()
     def hidden_of_all(self, prompts: Sequence[RowTokens]) -> Tensor:
         """Final hidden states [L, D] of all new tokens of the prompts, in one pass.
 
         Prompts of the same row must keep equally many tokens; the row then holds the last of them.
         """
         assert self.fit_one_pass(prompts)
+        return self._pass(prompts, [self._marks(one) for one in prompts])
+
+    @torch.inference_mode()
+    def _pass(self, prompts: Sequence[RowTokens], marks: Sequence[Sequence[int]]) -> Tensor:
         if self._static:
             self._static.forget_ahead()
-        for one in prompts:
-            assert one.keep <= len(self.held[one.row])
+        spans = []
+        for one, wanted in zip(prompts, marks, strict=True):
+            num = len(one.tokens)
             # Before the pass: an interruption must not leave `held` with tokens whose keys are overwritten
-            del self.held[one.row][one.keep :]
-        spans = [Span(one.row, one.keep, len(one.tokens)) for one in prompts]
+            self._cut(one.row, one.keep)
+            self._cache.will_write(one.row, num)
+            spans.append(Span(one.row, one.keep, num, tuple(at for at in wanted if one.keep < at <= num)))
         new_1L = torch.tensor([[token for one in prompts for token in one.tokens[one.keep :]]])
         step = Prefill(spans, device=self.model.device, dtype=self.model.dtype)
         hidden_LD = _forward(self.model.body, self._cache, step, new_1L.to(self.model.device))[0]
-        for one in prompts:
+        for one, span in zip(prompts, spans, strict=True):
             self.held[one.row][one.keep :] = one.tokens[one.keep :]
+            self._cache.has_written(one.row, span.end, step.marks_of(span))
         return hidden_LD
+
+    def _marks(self, one: RowTokens) -> list[int]:
+        """Behind which of its tokens the row will be marked: the last one, and `RowTokens.mark`."""
+        if not self._cache.has_windows:
+            return []
+        mark = one.mark or max(num_common(one.tokens, held) for held in self.held)
+        return sorted({mark, len(one.tokens)})
+
+    def _cut(self, row: int, num: int) -> None:
+        assert num <= len(self.held[row])
+        del self.held[row][num:]
+        self._cache.cut(row, num)
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int]) -> Tensor:
@@ -177,7 +198,10 @@ class Engine:
             self.prepare_decode(num)
             logits_BV = self._static(tokens, self.lengths(num))
         else:
-            step = Decode(self.lengths(num), device=self.model.device, dtype=self.model.dtype)
+            self._will_decode(num)
+            step = Decode(
+                self.lengths(num), reaches=self._cache.reaches, device=self.model.device, dtype=self.model.dtype
+            )
             tokens_B1 = torch.tensor(tokens, device=self.model.device)[:, None]
             logits_BV = self.model.head(_forward(self.model.body, self._cache, step, tokens_B1)[:, -1]).float()
         self._hold(tokens)
@@ -197,6 +221,11 @@ class Engine:
         self._hold(tokens)
         return found
 
+    def _will_decode(self, num: int) -> None:
+        for row, length in enumerate(self.lengths(num)):
+            # A static step may be launched ahead
+            self._cache.will_write(row, length + (2 if self._static else 1))
+
     def _hold(self, tokens: Sequence[int]) -> None:
         for held, token in zip(self.held, tokens, strict=False):
             held.append(token)
@@ -205,19 +234,22 @@ class Engine:
     def prepare_decode(self, num: int) -> None:
         """Compile and record the step of the next `decode` of `num` rows, on first use."""
         if self._static:
-            for held in self.held[num:]:
-                held.clear()
+            for row in range(num, self.rows):
+                self._cut(row, 0)
+            self._will_decode(num)
             self._static.prepare(self.lengths(num))
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, *, length: int | None = None) -> None:
-        """Set a row to the first `length` tokens (default: all) of another row, or of itself."""
+        """Set a row to the first `length` tokens (default: all) of another row, or of itself; see `num_usable`."""
         tokens = self.held[source][:length]
         if source != target:
             if self._static:
                 self._static.forget_ahead()
             self.held[target] = []
             self._cache.copy_row(source, target, len(tokens))
+        else:
+            self._cut(source, len(tokens))
         self.held[target] = tokens
 
     def take_beginning(self, row: int, tokens: Sequence[int]) -> int:
@@ -231,7 +263,12 @@ class Engine:
 
     def num_held(self, tokens: Sequence[int]) -> list[int]:
         """How many leading tokens of a prompt each row holds; less than all, since the last one must be computed."""
-        return [min(num_common(tokens, held), len(tokens) - 1) for held in self.held]
+        return [self.num_usable(row, tokens, most=len(tokens) - 1) for row in range(self.rows)]
+
+    def num_usable(self, row: int, tokens: Sequence[int], *, most: int | None = None) -> int:
+        """How many leading tokens, at most `most`, of a text a row holds and can be continued behind."""
+        num = num_common(tokens, self.held[row])
+        return self._cache.usable(row, num if most is None else min(num, most))
 
     def lengths(self, num: int | None = None) -> list[int]:
         """How many tokens the first `num` rows (default: all) hold."""
@@ -251,7 +288,8 @@ def _step_of(model: SlicedModel, cache: KVCache, *, backend: str | None) -> Call
 
     def logits_of(step: StaticDecode) -> Tensor:
         if backend is not None:  # the same code for all lengths
-            torch._dynamo.maybe_mark_dynamic(*step.key_range.as_long)
+            for keys in step.ranges.values():
+                torch._dynamo.maybe_mark_dynamic(*keys.as_long)
         logits_BV: Tensor = head(_forward(body, cache, step, step.tokens)[:, -1])
         return logits_BV.float()
 
@@ -263,6 +301,11 @@ def _forward(body: nn.Module, cache: KVCache, step: CacheStep, tokens_BL: Tensor
     with attention_kernels(tokens_BL.device):
         hidden_BLD: Tensor = body(tokens_BL, step.positions)
     return hidden_BLD
+
+
+def cached_tokens(room: int) -> int:
+    """The tokens of a row that an engine for `room` tokens allocates, where a layer attends to all of them."""
+    return -(-room // _ROOM_STEP) * _ROOM_STEP
 
 
 def _piece_tokens(start: int, *, most: int) -> int:

@@ -58,7 +58,7 @@ class Timings:
     decode_secs: float = 0.0
     num_decode_steps: int = 0
     num_tokens: int = 0  # all new ones
-    cache_tokens_read: int = 0  # by decode steps, summed over steps and rows
+    cache_bytes_read: int = 0  # by decode steps on one rank
     expert_bytes_read: int = 0  # by decode steps on one rank
 
 
@@ -177,7 +177,8 @@ class _Run:
         timings.decode_secs += perf_counter() - prepared
         timings.num_decode_steps += 1
         timings.num_tokens += len(rows)
-        timings.cache_tokens_read += sum(self.engine.lengths(len(rows)))
+        lengths = self.engine.lengths(len(rows))
+        timings.cache_bytes_read += sum(self.engine.model.cache_bytes_seen(length) for length in lengths)
         timings.expert_bytes_read += self.engine.model.expert_bytes(len(rows))
 
     def take_finished(self) -> Iterator[Completion]:
@@ -213,19 +214,25 @@ class _Run:
             item = self.queue.first()
             if item is None:
                 break
-            if item.sample == 0:
+            if item.sample == 0 or not self._has_prompt(item.prompt.tokens, to_prefill):
                 one = self._in_same_pass(to_prefill, row, item.prompt.tokens)
                 if one is None:
                     break
                 to_prefill.append(one)
                 self.latest = _Prefilled(row)
-            assert self.latest is not None  # of sample 0
+            assert self.latest is not None  # of this prompt
             self.queue.pop()
             limit = min(self.settings.max_new_tokens, self.engine.room - len(item.prompt.tokens))
             stream = self._stream(item.prompt) if self.decodes_each_token else None
             self.active[row] = _Sequence(item.prompt, item.sample, limit, stream)
             begun[row] = self.latest
         return begun, to_prefill
+
+    def _has_prompt(self, tokens: list[int], to_prefill: list[RowTokens]) -> bool:
+        """Whether the latest prompt's row has it, or can be cut back to it: layers with chunks may have lost it."""
+        assert self.latest is not None  # of sample 0
+        row = self.latest.row
+        return any(one.row == row for one in to_prefill) or self.engine.num_usable(row, tokens) == len(tokens)
 
     def _in_same_pass(self, others: list[RowTokens], row: int, tokens: list[int]) -> RowTokens | None:
         """A prompt to be computed in one pass with `others`; None where the next pass is better."""

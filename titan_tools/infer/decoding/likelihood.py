@@ -91,8 +91,9 @@ class Likelihood:
         first = text.first
         for window in windows(len(text.tokens), first=first, context=self.context):
             inputs = list(text.tokens[window.start : window.stop - 1])
-            position = self._keep(inputs[: first - window.start - 1])
-            for hidden_LD in self.engine.hidden(0, inputs, keep=position):
+            unpredicted = inputs[: first - window.start - 1]
+            position = self._keep(unpredicted)
+            for hidden_LD in self.engine.hidden(0, inputs, keep=position, mark=len(unpredicted)):
                 yield from self._cut(text, hidden_LD, first=first, position=window.start + position)
                 position += len(hidden_LD)
             first = window.stop
@@ -113,14 +114,14 @@ class Likelihood:
                 yield together
                 together = []
             keep = together[0][1].keep if together else self._keep(inputs[: text.first - 1])
-            together.append((text, RowTokens(0, inputs, keep)))
+            together.append((text, RowTokens(0, inputs, keep, mark=text.first - 1)))
         if together:
             yield together
 
     def _joins(self, text: ScoredText, inputs: list[int], others: list[RowTokens]) -> bool:
         """Whether a text can share a pass with others without computing anything twice."""
         keep, unpredicted = others[0].keep, inputs[: text.first - 1]
-        num_held = num_common(unpredicted, self.engine.held[0])
+        num_held = self.engine.num_usable(0, unpredicted)
         num_shared = max(num_common(unpredicted, other.tokens) for other in others)
         return (
             num_held >= keep
@@ -131,5 +132,5 @@ class Likelihood:
 
     def _keep(self, unpredicted: list[int]) -> int:
         """How many leading tokens are in the cache already: those that completions of one prompt share."""
-        num_held = num_common(unpredicted, self.engine.held[0])
+        num_held = self.engine.num_usable(0, unpredicted)
         return num_held if num_held >= LEAST_SHARED[self.engine.model.device.type] else 0

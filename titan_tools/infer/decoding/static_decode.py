@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tools.infer.decoding.cache import KVCache, LayerCache, MaskedKeys, StaticDecode
-
-_LEAST_CAPABILITY = (8, 0)  # of flash attention
-_MOST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+from titan_tools.infer.decoding.attention import NOT_HERE, attend_one, may_flash, random_case, with_share
+from titan_tools.infer.decoding.cache import KVCache, LayerCache
+from titan_tools.infer.decoding.steps import KeyRange, MaskedKeys, StaticDecode
+from titan_tools.infer.model.reach import Reach
 
 
 class SplitKeys:
@@ -35,14 +35,14 @@ class SplitKeys:
         self.first_key = self.first_query * room
         self.num_keys_B: Tensor | None = None
 
-    def begin(self, positions_B1: Tensor) -> None:
-        self.num_keys_B = positions_B1[:, 0].int() + 1
+    def begin(self, last_B1: Tensor) -> None:
+        self.num_keys_B = last_B1[:, 0].int() + 1
 
     @property
     def as_long(self) -> tuple[Tensor, int]:
         return self.empty_T0, 0
 
-    def attend(self, q_B1NH: Tensor, layer: LayerCache) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache, sinks_N: Tensor | None = None) -> Tensor:
         """The cache must be stored token by token, as `attach_cache` makes it on a GPU.
 
         The kernel splits keys only where several query heads share them; otherwise each query head is passed twice.
@@ -52,40 +52,59 @@ class SplitKeys:
             q_BNH = q_BNH.repeat_interleave(2, dim=1)
         cached = layer.keys_RKTH, layer.values_RKTH
         keys, values = (one_RKTH[: self.num].transpose(1, 2).flatten(0, 1) for one_RKTH in cached)
-        out_BNH: Tensor = torch.ops.aten._flash_attention_forward(
+        found = torch.ops.aten._flash_attention_forward(
             q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
             scale=layer.scale, seqused_k=self.num_keys_B,
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        out_BNH: Tensor = found[0]
+        if sinks_N is not None:
+            sinks_N = sinks_N.repeat_interleave(2) if is_alone else sinks_N
+            lse_BN = sums_by_row(found[1], self.num, layer.keys_RKTH.shape[1])
+            out_BNH = with_share(out_BNH, lse_BN, sinks_N)
         return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
 
 
+def sums_by_row(lse: Tensor, num_rows: int, num_kv_heads: int) -> Tensor:
+    """[B, N] of the sums that the kernel returns for one query in each row: it has the heads of a KV head as queries.
+
+    Their shape varies with torch's version. Of two dims, each KV head has its rows in turn.
+    """
+    if lse.dim() == 3:  # [B, N, 1]
+        return lse.squeeze(-1)
+    lse_KBG: Tensor = lse.reshape(num_kv_heads, num_rows, -1)
+    return lse_KBG.transpose(0, 1).flatten(1)
+
+
 @cache
-def can_split(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+def can_split(device: torch.device, dtype: torch.dtype, head_dim: int, *, sinks: bool = False) -> bool:
     """Whether `SplitKeys` works here: tried on a few keys, because its operator is private to torch (2.11 to 2.13)."""
-    if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if head_dim > _MOST_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
-        return False
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if not may_flash(device, dtype, head_dim):
         return False
     try:
-        return all(_is_right(device, dtype, head_dim, num_heads=num_heads) for num_heads in (2, 8))
-    except (AttributeError, RuntimeError, TypeError):  # operator missing, unsupported GPU, other arguments
+        return all(_is_right(device, dtype, head_dim, num_heads=num_heads, sinks=sinks) for num_heads in (2, 8))
+    except NOT_HERE:
         return False
 
 
-def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_heads: int) -> bool:
+def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_heads: int, sinks: bool = False) -> bool:
     """Compare two rows of two KV heads, one with 3 keys and one with enough keys to be split."""
-    generator = torch.Generator(device).manual_seed(0)
-    q_B1NH, keys_RTKH, values_RTKH = (
-        torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        for shape in ((2, 1, num_heads, head_dim), (2, 640, 2, head_dim), (2, 640, 2, head_dim))
-    )
+    shapes = (2, 1, num_heads, head_dim), (2, 640, 2, head_dim), (2, 640, 2, head_dim), (num_heads,)
+    q_B1NH, keys_RTKH, values_RTKH, sinks_N = random_case(device, dtype, shapes)
+    sinks_N = 2 * sinks_N + 4  # about as large as the logarithms of the sums
     keys, values = keys_RTKH.transpose(1, 2), values_RTKH.transpose(1, 2)
     positions_B1 = torch.tensor([[2], [500]], device=device)
     key_range = SplitKeys(num=2, length=512, room=640, device=device)
     key_range.begin(positions_B1)
-    found = key_range.attend(q_B1NH, LayerCache(keys, values)).float()
+    layer = LayerCache(keys, values, Reach(640))
+    if sinks:
+        masked = MaskedKeys(num=2, length=640, device=device, dtype=torch.float32)
+        masked.begin(positions_B1)
+        exact = attend_one(
+            q_B1NH.float(), keys.float(), values.float(), bias_B11T=masked.bias_B11T, scale=None, sinks_N=sinks_N
+        )
+        found = key_range.attend(q_B1NH, layer, sinks_N).float()
+        return bool((found - exact).abs().max() < 0.03)
+    found = key_range.attend(q_B1NH, layer).float()
     mask_B11T = (torch.arange(640, device=device) <= positions_B1)[:, None, None]
     exact = F.scaled_dot_product_attention(
         q_B1NH.float().transpose(1, 2), keys.float(), values.float(), attn_mask=mask_B11T, enable_gqa=True
@@ -122,7 +141,8 @@ def _start_reading(found_2B: Tensor) -> tuple[Tensor, Any]:
 
 
 class StaticDecoder:
-    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys.
+    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys,
+    `by_products`: with MaskedKeys that are multiplied.
 
     Rows and keys are padded to the next power of two, so that there are few shapes to record.
     """
@@ -136,10 +156,11 @@ class StaticDecoder:
         *,
         records: bool,
         splits: bool,
+        by_products: bool = False,
     ):
         self._forward, self._cache, self._device, self._dtype = forward, cache, device, dtype
         self._steps: dict[tuple[int, int], tuple[StaticDecode, Callable[[], Tensor]]] = {}
-        self._records, self._splits = records, splits
+        self._records, self._splits, self._by_products = records, splits, by_products
         self._ahead: tuple[_Launched, Sequence[int], Sequence[int]] | None = (
             None  # with the tokens and lengths it is for
         )
@@ -168,7 +189,7 @@ class StaticDecoder:
             now = self._launch(step, run)
         following = [length + 1 for length in lengths]
         after = None
-        if ahead and self._records and max(following) < now.step.key_range.length:
+        if ahead and self._records and max(following) < now.step.length:
             after = self._launch(*self.prepare(following))
         found = [row[: len(tokens)] for row in now.read()]
         if after is not None:
@@ -188,14 +209,20 @@ class StaticDecoder:
         num = power_of_two(len(lengths), self._cache.rows)
         length = power_of_two(max(*lengths, SHORTEST - 1) + 1, self._cache.room)
         if (num, length) not in self._steps:
-            step = StaticDecode(num=num, key_range=self._key_range(num, length), device=self._device)
+            step = StaticDecode(
+                num=num,
+                length=length,
+                reaches=self._cache.reaches,
+                make_range=lambda reach, used: self._key_range(num, used, reach),
+                device=self._device,
+            )
             self._steps[num, length] = step, self._record(step, lengths)
         return self._steps[num, length]
 
-    def _key_range(self, num: int, length: int) -> MaskedKeys | SplitKeys:
+    def _key_range(self, num: int, length: int, reach: Reach) -> KeyRange:
         if self._splits:
-            return SplitKeys(num=num, length=length, room=self._cache.room, device=self._device)
-        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)
+            return SplitKeys(num=num, length=length, room=reach.size, device=self._device)
+        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype, by_products=self._by_products)
 
     def _record(self, step: StaticDecode, lengths: Sequence[int]) -> Callable[[], Tensor]:
         def run() -> Tensor:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from converters.catalog import Box
 from converters.families.base import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, block_values
 from titan_tools.infer.model.quantize import QuantizedWeight
 from titan_tools.infer.model.reading import Joined
+from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight
 from titan_tools.infer.model.tensor_parallel import AllReduce
+from trainer.models.biased_experts import clamped_swiglu
 from trainer.models.grouped_product import grouped_product
 from trainer.models.moe import MoE
 from trainer.parallel.compile import why_inductor_cannot
@@ -37,10 +38,10 @@ class SortedRows:
     """The order of T * K rows by expert, in token order within an expert; those of expert e end at `ends_E[e]`."""
 
     def __init__(self, ids_TK: Tensor, num_experts: int):
-        ids_R, self.order_R = ids_TK.flatten().sort(stable=True)
+        self.ids_R, self.order_R = ids_TK.flatten().sort(stable=True)
         self.top_k = ids_TK.shape[1]
-        experts_E = torch.arange(num_experts, device=ids_R.device)
-        self.ends_E = torch.searchsorted(ids_R, experts_E, right=True, out_int32=True)
+        experts_E = torch.arange(num_experts, device=ids_TK.device)
+        self.ends_E = torch.searchsorted(self.ids_R, experts_E, right=True, out_int32=True)
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -53,6 +54,10 @@ class SortedRows:
         """Each token's hidden state in the rows of its experts."""
         return x_TD.index_select(0, self.order_R // self.top_k)
 
+    def sorted(self, weights_TK: Tensor) -> Tensor:
+        """The numbers of tokens' experts in the order of the rows, [R]."""
+        return weights_TK.flatten().index_select(0, self.order_R)
+
     def of_tokens(self, out_RD: Tensor) -> Tensor:
         """The rows in the order of tokens again."""
         return torch.empty_like(out_RD).index_copy(0, self.order_R, out_RD)
@@ -62,10 +67,14 @@ class RowsOfOneToken:
     """The rows of a single token on a CPU, best expert first: nothing is sorted."""
 
     def __init__(self, ids_1K: Tensor):
+        self.ids_R = ids_1K[0]
         self.spans = [(e, row, row + 1) for row, e in enumerate(ids_1K[0].tolist())]
 
     def of_experts(self, x_1D: Tensor) -> Tensor:
         return x_1D.expand(len(self.spans), -1)
+
+    def sorted(self, weights_1K: Tensor) -> Tensor:
+        return weights_1K[0]
 
     def of_tokens(self, out_KD: Tensor) -> Tensor:
         return out_KD
@@ -146,13 +155,13 @@ class StackedWeights(SeparateWeights):
 
 
 class StoredExperts(SeparateWeights):
-    """One matrix of every expert as float8 codes with scales of blocks: slices that follow each other along O."""
+    """One matrix of every expert as codes with scales of blocks: slices that follow each other along O."""
 
-    def __init__(self, slices: Sequence[Fp8Slice]):
+    def __init__(self, slices: Sequence[StoredSlice]):
         super().__init__(0)
         self.slices = nn.ModuleList(slices)
 
-    def _slices(self) -> list[Fp8Slice]:
+    def _slices(self) -> list[StoredSlice]:
         return list(self.slices)  # type: ignore[arg-type]
 
     @property
@@ -163,35 +172,44 @@ class StoredExperts(SeparateWeights):
         self.weights = self.weights or [self._of_expert(e) for e in range(len(self._slices()[0].codes))]
         return super().multiply(x_RI, rows)
 
-    def _of_expert(self, number: int) -> Fp8Weight:
-        found = []
-        for each in self._slices():
-            one = Fp8Slice(each.block, each.start)
-            one.codes, one.scales = each.codes[number], each.scales[number]
-            found.append(one)
-        return Fp8Weight(found)
+    def _of_expert(self, number: int) -> StoredWeight:
+        return StoredWeight([each.expert(number) for each in self._slices()])
 
     def multiply_chosen(self, x_RI: Tensor, ids_R: Tensor) -> Tensor:
-        """As `StackedWeights.multiply_chosen`; copies of the chosen weights, a few rows at a time."""
-        parts = [_gathered_values(x_RI, each, ids_R) for each in self._slices()]
-        return torch.cat(parts, dim=-1)
+        """As `StackedWeights.multiply_chosen`."""
+        return torch.cat([each.chosen_products(x_RI, ids_R) for each in self._slices()], dim=-1)
 
 
 class SlicedExperts(nn.Module):
     """A rank's features of every expert; the weights are set while loading."""
 
-    gate_up: SeparateWeights  # [2 S, D]: gates, then what they multiply
+    gate_up: SeparateWeights  # [2 S, D]: gates, then what they multiply; in turn where the activation is clamped
     down: SeparateWeights  # [D, S]
+    gate_up_bias: Tensor | None  # [E, 2 S]
+    down_bias: Tensor | None  # [E, D], of one rank: its output is added to the others'
+
+    def __init__(self, clamp: float | None = None):
+        """`clamp`: see Experts."""
+        super().__init__()
+        self.clamp = clamp
+        self.register_buffer("gate_up_bias", None)
+        self.register_buffer("down_bias", None)
 
     def multiply(self, x_RD: Tensor, rows: SortedRows | RowsOfOneToken) -> Tensor:
         """The experts' outputs for their rows."""
-        return self.down.multiply(_swiglu(self.gate_up.multiply(x_RD, rows)), rows)
+        hidden_RS = self._activate(self.gate_up.multiply(x_RD, rows), rows.ids_R)
+        return _biased(self.down.multiply(hidden_RS, rows), self.down_bias, rows.ids_R)
+
+    def _activate(self, gate_up_R2S: Tensor, ids_R: Tensor) -> Tensor:
+        gate_up_R2S = _biased(gate_up_R2S, self.gate_up_bias, ids_R)
+        return _swiglu(gate_up_R2S) if self.clamp is None else clamped_swiglu(gate_up_R2S, self.clamp)
 
     def multiply_chosen(self, x_RD: Tensor, ids_R: Tensor) -> Tensor:
         """The output of the expert `ids_R[r]` for each row."""
         assert isinstance(self.gate_up, StackedWeights | StoredExperts)
         assert isinstance(self.down, StackedWeights | StoredExperts)
-        return self.down.multiply_chosen(_swiglu(self.gate_up.multiply_chosen(x_RD, ids_R)), ids_R)
+        hidden_RS = self._activate(self.gate_up.multiply_chosen(x_RD, ids_R), ids_R)
+        return _biased(self.down.multiply_chosen(hidden_RS, ids_R), self.down_bias, ids_R)
 
     @property
     def groups_without_sync(self) -> bool:
@@ -244,7 +262,7 @@ class RoutedExperts(nn.Module):
     def __init__(self, moe: MoE, numbers: Experts, *, tp: int):
         super().__init__()
         self.numbers = numbers
-        self.router, self.experts = moe.router, SlicedExperts()
+        self.router, self.experts = moe.router, SlicedExperts(numbers.clamp)
         self.shared_experts = moe.shared_experts  # its output is a partial sum, too
         self.register_buffer("expert_bias", moe.expert_bias)
         self.sum_of_ranks: nn.Module = AllReduce(tp=tp) if tp > 1 else nn.Identity()
@@ -255,17 +273,25 @@ class RoutedExperts(nn.Module):
         is_step = x_BLD.shape[1] == 1  # of decoding, or a prompt of one token
         if is_step and self._needs_fixed_shapes(x_TD):
             x_RD = x_TD[:, None].expand(*ids_TK.shape, -1).flatten(0, 1)
+            x_RD = self._scaled(x_RD, weights_TK.flatten())
             out_RD = self.experts.multiply_chosen(x_RD, ids_TK.flatten())
         else:
             is_one = len(x_TD) == 1 and not x_TD.is_cuda
             rows = RowsOfOneToken(ids_TK) if is_one else SortedRows(ids_TK, self.numbers.num)
-            out_RD = rows.of_tokens(self.experts.multiply(rows.of_experts(x_TD), rows))
-        out_TKD = out_RD.view(*ids_TK.shape, -1)
-        out_TD = (out_TKD.float() * weights_TK[..., None]).sum(dim=1).type_as(x_TD)
+            x_RD = self._scaled(rows.of_experts(x_TD), rows.sorted(weights_TK))
+            out_RD = rows.of_tokens(self.experts.multiply(x_RD, rows))
+        out_TKD = out_RD.view(*ids_TK.shape, -1).float()
+        if not self.numbers.scales_input:
+            out_TKD = out_TKD * weights_TK[..., None]
+        out_TD = out_TKD.sum(dim=1).type_as(x_TD)
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(x_TD)
         out_BLD: Tensor = self.sum_of_ranks(out_TD).view_as(x_BLD)
         return out_BLD
+
+    def _scaled(self, x_RD: Tensor, weights_R: Tensor) -> Tensor:
+        """What the experts read."""
+        return (x_RD * weights_R[:, None]).type_as(x_RD) if self.numbers.scales_input else x_RD
 
     def _needs_fixed_shapes(self, x_TD: Tensor) -> bool:
         if not (x_TD.is_cuda or torch.compiler.is_compiling()):
@@ -282,6 +308,10 @@ class RoutedExperts(nn.Module):
 def _swiglu(gate_up_R2S: Tensor) -> Tensor:
     gate_RS, up_RS = gate_up_R2S.chunk(2, dim=-1)
     return F.silu(gate_RS) * up_RS
+
+
+def _biased(out_RO: Tensor, bias_EO: Tensor | None, ids_R: Tensor) -> Tensor:
+    return out_RO if bias_EO is None else out_RO + bias_EO.index_select(0, ids_R)
 
 
 def _chosen_products(x_RI: Tensor, data_EOI: Tensor, scale_EO: Tensor | None, ids_R: Tensor) -> Tensor:
@@ -309,14 +339,3 @@ def _gathered_products(x_RI: Tensor, data_EOI: Tensor, scale_EO: Tensor | None, 
         parts.append(out_R1O[:, 0])
     out_RO = torch.cat(parts)
     return out_RO if scale_EO is None else (out_RO * scale_EO[ids_R]).to(x_RI.dtype)
-
-
-def _gathered_values(x_RI: Tensor, weight: Fp8Slice, ids_R: Tensor) -> Tensor:
-    """The product of each row with the expert of its id, whose values are made for it."""
-    step = max(1, _GATHERED_ELEMENTS // max(weight.codes[0].numel(), 1))
-    parts = []
-    for start in range(0, len(x_RI), step):
-        ids = ids_R[start : start + step]
-        values_EOI = block_values(weight.codes[ids], weight.scales[ids], weight.block, weight.start).to(x_RI.dtype)
-        parts.append(torch.bmm(x_RI[start : start + step, None], values_EOI.transpose(1, 2))[:, 0])
-    return torch.cat(parts)

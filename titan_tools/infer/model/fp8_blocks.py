@@ -2,14 +2,14 @@
 
 A value is float32(code) · scale of its block, rounded to bfloat16, as where the checkpoint is dequantized while it is
 read; so the logits are the same but for the order of sums. A product makes the values of some rows at a time. GPUs that
-multiply float8 (NVIDIA's from compute capability 9.0 on) multiply the codes themselves: there activations are rounded
-to float8 too, with one scale for each 128 features of a token, as in DeepSeek's own code.
+multiply such blocks (NVIDIA's Hopper) multiply the codes themselves: there activations are rounded to float8 too, with
+one scale for each 128 features of a token, as in DeepSeek's own code.
 
 Shape letters: B rows of activations, K input features, N output features, E experts, R rows with their expert's id;
-n and k: blocks of output and input features that hold a slice's.
+n and k: blocks of output and input features that hold a slice's; X zero or more dims.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from converters.catalog import Box
 from converters.fp8 import LARGEST, decode
-from converters.stored_blocks import CODES_OF, SCALES_OF, BlocksSource
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS, LinearWeight
+from converters.stored_blocks import CODES_OF, SCALES_OF
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from titan_tools.infer.model.reading import Joined
 from trainer.checkpoints.arrays import as_tensor
 from trainer.parallel.cpu_products import multiplies
@@ -28,6 +28,9 @@ _VALUES = torch.bfloat16  # what published values were quantized from
 _GPU_BLOCK_ELEMENTS = 1 << 25
 _LEAST_CAPABILITY = (9, 0)
 _SMALLEST = 1e-12  # lower bound of the largest of 128 features, against a division by zero
+# What cuBLAS takes: a multiple of these rows of activations, and of these blocks along K, which need not be filled
+_ROWS_MULTIPLE = _BLOCKS_MULTIPLE = 4
+_GATHERED_ELEMENTS = 1 << 25  # of chosen experts' weights copied at once
 Reads = Iterator[tuple[Joined, Callable[[Tensor], None]]]
 
 
@@ -36,6 +39,7 @@ class Fp8Slice(nn.Module):
 
     codes: Tensor
     scales: Tensor  # [..., n, k]
+    multiplies_codes = False  # else products are of the values
 
     def __init__(self, block: tuple[int, int], start: tuple[int, int]):
         super().__init__()
@@ -46,6 +50,26 @@ class Fp8Slice(nn.Module):
     @property
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix, or of each expert's."""
+        return self.codes.shape[-2], self.codes.shape[-1]
+
+    def expert(self, number: int) -> "Fp8Slice":
+        """One expert's matrix, which shares the memory."""
+        one = Fp8Slice(self.block, self.start)
+        one.codes, one.scales = self.codes[number], self.scales[number]
+        one.multiplies_codes = self.multiplies_codes
+        return one
+
+    def products(self, x_BK: Tensor) -> Iterator[Tensor]:
+        """The products with the rows of a matrix, some after others."""
+        return _products(x_BK, self)
+
+    def chosen_products(self, x_RK: Tensor, ids_R: Tensor) -> Tensor:
+        """The product of each row with the expert of its id, [R, N]."""
+        return chosen_products(x_RK, self, ids_R)
 
     def values(self, rows: slice) -> Tensor:
         """The values of some rows of a matrix."""
@@ -65,41 +89,18 @@ def block_values(codes: Tensor, scales: Tensor, block: tuple[int, int], start: t
     return (codes.float() * scales).to(_VALUES)
 
 
-class Fp8Weight(LinearWeight, nn.Module):
-    """A weight [N, K] of slices that follow each other along N."""
-
-    def __init__(self, slices: Sequence[Fp8Slice]):
-        super().__init__()
-        self.slices = nn.ModuleList(slices)
-
-    @property
-    def shape(self) -> torch.Size:
-        shapes = [each.codes.shape for each in self._slices()]
-        return torch.Size((sum(rows for rows, _ in shapes), shapes[0][1]))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._slices())
-
-    def _slices(self) -> list[Fp8Slice]:
-        return list(self.slices)  # type: ignore[arg-type]
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        parts = [part for each in self._slices() for part in _products(x.flatten(0, -2), each)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        out = out.view(*x.shape[:-1], out.shape[-1])
-        return out if bias is None else out + bias
-
-
 def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
     """The products with the rows of a slice, one after another."""
-    if _fits_kernel(x_BK, weight) and has_block_products(x_BK.device):
+    num_rows, num_features = weight.codes.shape
+    if torch.compiler.is_compiling():  # it makes values in registers
+        yield F.linear(x_BK, weight.values(slice(0, num_rows)).to(x_BK.dtype))
+        return
+    if weight.multiplies_codes:
         yield block_product(x_BK, weight.codes, weight.scales)
         return
     dtype = x_BK.dtype
     if not multiplies(dtype, x_BK.device):
         x_BK = x_BK.float()
-    num_rows, num_features = weight.codes.shape
     most = BLOCK_ELEMENTS if x_BK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     step = max(1, most // max(1, num_features) // weight.block[0]) * weight.block[0]
     first = step - weight.start[0] if num_rows > step else num_rows  # so that the others begin at a block
@@ -107,22 +108,71 @@ def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
         yield F.linear(x_BK, weight.values(slice(start, end)).to(x_BK.dtype)).to(dtype)
 
 
-def _fits_kernel(x_BK: Tensor, weight: Fp8Slice) -> bool:
-    whole = weight.start == (0, 0) and not any(size % 128 for size in weight.codes.shape)
-    return x_BK.is_cuda and x_BK.dtype == torch.bfloat16 and whole and weight.block == (128, 128)
+def chosen_products(x_RK: Tensor, weight: Fp8Slice, ids_R: Tensor) -> Tensor:
+    """The product of each row with the expert of its id, [R, N], whose codes or values are copied for it.
+
+    The same operations whatever the ids are, and nothing waits for them.
+    """
+    if weight.multiplies_codes and not torch.compiler.is_compiling():
+        codes_R4K, scales_R4k = _to_float8(x_RK.unsqueeze(1))
+        parts = []
+        for row, id_1 in enumerate(torch.split(ids_R, 1)):
+            codes_1NK, scales_1nk = _chosen(weight, id_1)
+            parts.append(_multiply(codes_R4K[row], scales_R4k[row], codes_1NK[0], scales_1nk[0])[:1])
+        return torch.cat(parts)
+    step = max(1, _GATHERED_ELEMENTS // max(weight.codes[0].numel(), 1))
+    parts = []
+    for start in range(0, len(x_RK), step):
+        rows = slice(start, start + step)
+        values_RNK = block_values(*_chosen(weight, ids_R[rows]), weight.block, weight.start).to(x_RK.dtype)
+        parts.append(torch.bmm(x_RK[rows, None], values_RNK.transpose(1, 2))[:, 0])
+    return torch.cat(parts)
+
+
+def _chosen(weight: Fp8Slice, ids_R: Tensor) -> tuple[Tensor, Tensor]:
+    return weight.codes[ids_R], weight.scales[ids_R]
+
+
+def choose_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let the slices of a loaded model multiply their codes where their GPU has a kernel for them."""
+    for module in model.modules():
+        if isinstance(module, Fp8Slice) and dtype == torch.bfloat16 and _fits_kernel(module):
+            module.multiplies_codes = has_block_products(module.codes.device)
+
+
+def _fits_kernel(weight: Fp8Slice) -> bool:
+    """Whether it consists of whole blocks of the kernel's size."""
+    sizes = weight.codes.shape[-2:]
+    return weight.block == (128, 128) and weight.start == (0, 0) and not any(size % 128 for size in sizes)
 
 
 def block_product(x_BK: Tensor, codes_NK: Tensor, scales_nk: Tensor) -> Tensor:
     """The product of codes, with the activations rounded to float8 in groups of 128 features."""
+    return _multiply(*_to_float8(x_BK), codes_NK, scales_nk)[: len(x_BK)]
+
+
+def _to_float8(x_XBK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [X, B', K] of activations, with rows of zeros at the end, and scales [X, B', k].
+
+    The kernel reads the scales of one group of features after another.
+    """
+    if missing := -x_XBK.shape[-2] % _ROWS_MULTIPLE:
+        x_XBK = F.pad(x_XBK, (0, 0, 0, missing))
+    groups = x_XBK.float().unflatten(-1, (-1, 128))  # type: ignore[no-untyped-call]
+    scales_XBk = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / LARGEST
+    codes_XBK = (groups / scales_XBk.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    return codes_XBK, scales_XBk.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _multiply(codes_BK: Tensor, scales_Bk: Tensor, codes_NK: Tensor, scales_nk: Tensor) -> Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
-    groups = x_BK.float().unflatten(-1, (-1, 128))  # type: ignore[no-untyped-call]
-    scales_Bk = groups.abs().amax(dim=-1).clamp(min=_SMALLEST) / LARGEST
-    codes_BK = (groups / scales_Bk.unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
+    if missing := -scales_nk.shape[1] % _BLOCKS_MULTIPLE:
+        scales_nk = F.pad(scales_nk, (0, missing))
     out_BN: Tensor = scaled_mm(
         codes_BK,
         codes_NK.t(),
-        scales_Bk.t().contiguous().t(),  # the kernel reads the scales of one group after another
+        scales_Bk,
         ScalingType.BlockWise1x128,
         scales_nk.t(),
         ScalingType.BlockWise128x128,
@@ -140,11 +190,15 @@ def has_block_products(device: torch.device) -> bool:
 
 
 def block_products_are_right(device: torch.device) -> bool:
-    """Try it on a few values."""
+    """Try it on a few values: one row, some and many, of numbers of blocks that are padded and that are not."""
+    return all(_is_right(device, rows=rows, features=features) for rows, features in ((1, 512), (3, 256), (130, 640)))
+
+
+def _is_right(device: torch.device, *, rows: int, features: int) -> bool:
     generator = torch.Generator(device).manual_seed(0)
-    x_BK, weight_NK = (torch.randn(rows, 256, generator=generator, device=device) for rows in (3, 384))
+    x_BK, weight_NK = (torch.randn(num, features, generator=generator, device=device) for num in (rows, 384))
     codes_NK = weight_NK.to(torch.float8_e4m3fn)
-    scales_nk = 0.5 + torch.rand(3, 2, generator=generator, device=device)
+    scales_nk = 0.5 + torch.rand(3, features // 128, generator=generator, device=device)
     exact_BN = x_BK @ block_values(codes_NK, scales_nk, (128, 128), (0, 0)).float().t()
     try:
         found_BN = block_product(x_BK.bfloat16(), codes_NK, scales_nk).float()
@@ -153,19 +207,17 @@ def block_products_are_right(device: torch.device) -> bool:
     return bool((found_BN - exact_BN).norm() < 0.06 * exact_BN.norm())  # activations have 3 bits of mantissa
 
 
-def reads_of(weight: Fp8Slice, fqn: str, box: Box, source: BlocksSource) -> Reads:
+def fp8_reads(weight: Fp8Slice, fqn: str, box: Box) -> Reads:
     """What to read for the slice `box` of a weight, of three dims for stacked experts, and what to call with it."""
-    stored, device_dtype = source.blocks[fqn], torch.float8_e4m3fn
     *lead, rows, columns = zip(box.offsets, box.sizes, strict=True)
     of_blocks = [
-        (o // n, -(-(o + size) // n) - o // n) for (o, size), n in zip((rows, columns), stored.block, strict=True)
+        (o // n, -(-(o + size) // n) - o // n) for (o, size), n in zip((rows, columns), weight.block, strict=True)
     ]
     offsets, sizes = zip(*lead, *of_blocks, strict=True)
-    yield Joined(((CODES_OF + fqn, box),), device_dtype), partial(setattr, weight, "codes")
+    yield Joined(((CODES_OF + fqn, box),), torch.float8_e4m3fn), partial(setattr, weight, "codes")
     yield Joined(((SCALES_OF + fqn, Box(offsets, sizes)),), torch.float32), partial(setattr, weight, "scales")
 
 
-def slice_of(fqn: str, box: Box, source: BlocksSource) -> Fp8Slice:
+def fp8_slice(box: Box, block: tuple[int, int]) -> Fp8Slice:
     """An empty slice for `box`."""
-    block = source.blocks[fqn].block
     return Fp8Slice(block, (box.offsets[-2] % block[0], box.offsets[-1] % block[1]))

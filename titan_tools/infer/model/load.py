@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
-from converters.families.base import Block, Experts, Latent, Parameter, Role
+from converters.families.base import Block, Experts, GroupedQuery, Latent, Parameter, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.stored_blocks import BlocksSource
 from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts, StoredExperts
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, reads_of, slice_of
+from titan_tools.infer.model.fp8_blocks import choose_products
 from titan_tools.infer.model.latent_attention import LatentAttention
 from titan_tools.infer.model.linear import (
     FusedLinear,
@@ -31,7 +31,9 @@ from titan_tools.infer.model.linear import (
     has_fast_vector_products,
 )
 from titan_tools.infer.model.quantize import STORED, QuantizedWeight, quantize_weight
+from titan_tools.infer.model.reach import MOST_MARKS, Reach, reach_of
 from titan_tools.infer.model.reading import Joined, read_in_order
+from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight, reads_of, slice_of
 from titan_tools.infer.model.tensor_parallel import (
     GatheredOutput,
     SlicedEmbedding,
@@ -65,14 +67,29 @@ class SlicedModel:
     bytes_per_token: int  # weights that a decode step of one sequence reads on this rank, without experts
     experts: tuple[RoutedExperts, ...] = ()  # the layers that have some
     latent: Latent | None = None  # the attention, where one key is cached for all heads, and values are a part of it
+    attentions: tuple[Latent | GroupedQuery, ...] = ()  # of every layer
     quantized: str | None = None
 
     @property
-    def bytes_per_cached_token(self) -> int:
-        """Keys and values of a token, in all layers on this rank."""
-        num_layers = len(self.body.get_submodule("layers"))  # type: ignore[arg-type]  # a ModuleDict
+    def has_sinks(self) -> bool:
+        return any(isinstance(one, GroupedQuery) and one.has_sinks for one in self.attentions)
+
+    def reaches(self, room: int) -> list[Reach]:
+        """Of every layer, in rows of `room` tokens."""
+        return [reach_of(attention, room) for attention in self.attentions]
+
+    def cache_bytes(self, room: int) -> int:
+        """Keys and values of a row of `room` tokens in all layers on this rank, with the copies of its windows."""
+        copies = 1 + MOST_MARKS
+        return self._bytes_of(sum(each.size * (copies if each.is_window else 1) for each in self.reaches(room)))
+
+    def cache_bytes_seen(self, num: int) -> int:
+        """Keys and values that the last of `num` tokens sees, in all layers on this rank."""
+        return self._bytes_of(sum(each.num_seen(num - 1) for each in self.reaches(num)))
+
+    def _bytes_of(self, num_tokens: int) -> int:
         per_head = self.head_dim if self.latent else 2 * self.head_dim
-        return num_layers * self.num_kv_heads * per_head * self.dtype.itemsize
+        return num_tokens * self.num_kv_heads * per_head * self.dtype.itemsize
 
     def expert_bytes(self, num: int) -> int:
         """Weights of the experts that a decode step of `num` sequences chooses on average if all are equally likely."""
@@ -94,7 +111,7 @@ def load_model(
     """Build and fill the model of `rank`, without communication; running it needs a process group of `tp` ranks.
 
     `quantize`: "int8" or "float8", of all linear layers and experts; or "stored", of a `BlocksSource`: its blocks of
-    float8 codes are kept, all other weights stay as they are. `fused`: layers with the same input are one
+    codes are kept, all other weights stay as they are. `fused`: layers with the same input are one
     product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
     for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
@@ -128,7 +145,7 @@ def load_model(
         return WidenedWeight if packed and not multiplies(dtype, device) else None
 
     places: dict[Joined, Callable[[Tensor], None]] = {}  # what is read, and what is called with its values
-    roles = {p.fqn: p.role for p in parameters}
+    roles, biases = {p.fqn: p.role for p in parameters}, {p.fqn for p in parameters if p.is_bias}
     # Decode steps take a head's rows of these
     read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.latent}
     for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
@@ -138,6 +155,10 @@ def load_model(
         is_plain = role in _IN_FP32 or fqns[0] in read_by_head
         if isinstance(module, SlicedExperts):
             name = "down" if role is Role.EXPERT_ROW else "gate_up"
+            if fqns[0] in biases:
+                if name == "gate_up" or rank == 0:  # the ranks' outputs are added
+                    places[Joined(boxes, dtype)] = partial(setattr, module, f"{name}_bias")
+                continue
         if blocks_source and not is_plain and blocks_source.blocks.keys() >= set(fqns):
             kept = [(slice_of(fqn, box, blocks_source), fqn, box) for fqn, box in boxes]
             _keep_blocks(module, name, [each for each, _, _ in kept])
@@ -160,6 +181,7 @@ def load_model(
     if args.tied and (form := form_of(model.output.weight.shape)):
         _convert(model.output, form)
     model.to(device)  # its buffers, such as rotary frequencies
+    choose_products(model, dtype)
     head, model.output = model.output, None
     latent = blocks[0].latent
     num_kv_heads = 1 if latent else slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim
@@ -174,6 +196,7 @@ def load_model(
         bytes_per_token=_bytes_per_token(model, head),
         experts=tuple(module for module in model.modules() if isinstance(module, RoutedExperts)),
         latent=latent,
+        attentions=tuple(block.attention for block in blocks),
         quantized=quantize,
     )
 
@@ -257,13 +280,13 @@ def _set(module: nn.Module, name: str, form: Callable[[Tensor], Any] | None, val
         _convert(module, form)
 
 
-def _keep_blocks(module: Any, name: str, slices: list[Fp8Slice]) -> None:
+def _keep_blocks(module: Any, name: str, slices: list[StoredSlice]) -> None:
     """Give a linear layer, or experts, a weight of blocks, which are read later."""
     if isinstance(module, SlicedExperts):
         setattr(module, name, StoredExperts(slices))
         return
     delattr(module, name)
-    setattr(module, name, Fp8Weight(slices))
+    setattr(module, name, StoredWeight(slices))
 
 
 def _is_converted(form: Callable[[Tensor], Any] | None) -> bool:
@@ -283,5 +306,5 @@ def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
     plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
     weights = [getattr(layer, "weight", None) for layer in layers]
-    converted = (Fp8Weight, PackedWeight, QuantizedWeight, WidenedWeight)
+    converted = (StoredWeight, PackedWeight, QuantizedWeight, WidenedWeight)
     return sum(plain.values()) + sum(w.num_bytes for w in weights if isinstance(w, converted))

@@ -24,13 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from converters.stored_blocks import MXFP4
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.fp8_blocks import has_block_products
 from titan_tools.infer.model.linear import BLOCK_ELEMENTS, LinearWeight
+from titan_tools.infer.model.mxfp4_blocks import has_products as has_mxfp4_products
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.cpu_products import multiplies
 
-STORED = "stored"  # --quantize: as the checkpoint has it (fp8_blocks.py)
+STORED = "stored"  # --quantize: as the checkpoint has it (stored_weight.py)
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel is faster than a cast and a matrix product
 _KERNEL_MULTIPLE = 16  # the kernel reads so many input features at a time, beyond the end of other numbers
@@ -88,13 +90,14 @@ def quantize_weight(weight_NK: Tensor, how: str) -> QuantizedWeight:
     return QuantizedWeight(data_NK, scale_N)
 
 
-def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int) -> str | None:
-    """A note for the user where 8-bit weights save memory but cost time; None elsewhere.
+def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int, stored: str | None = None) -> str | None:
+    """A note for the user where quantized weights save memory but cost time; None elsewhere.
 
+    `stored`: the format of those that STORED keeps (converters/stored_blocks.py).
     `rows`: sequences that decode together.
     """
     if how == STORED:
-        if has_block_products(device):
+        if has_mxfp4_products(device) if stored == MXFP4 else dtype == torch.bfloat16 and has_block_products(device):
             return None
         return "--quantize stored saves memory, but there is no kernel for it here: each product makes its values first"
     if device.type == "cuda":

@@ -50,6 +50,9 @@ def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int)
         if tp > args.num_kv_heads and parameter.role is Role.KV_COLUMN:
             # Several ranks hold the same KV head: the one of this rank's query heads
             offsets[dim], sizes[dim] = rank * args.num_kv_heads // tp * args.head_dim, args.head_dim
+        elif parameter.role is Role.EXPERT_GATE_UP:  # a gate and its up-projection stay together
+            start, num = chunk_bounds(sizes[dim] // 2, tp, rank)
+            offsets[dim], sizes[dim] = 2 * start, 2 * num
         else:
             offsets[dim], sizes[dim] = chunk_bounds(sizes[dim], tp, rank)
     return Box(tuple(offsets), tuple(sizes))

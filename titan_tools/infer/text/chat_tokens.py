@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import count
 
 from converters.errors import ConfigError, TitanError
+from titan_tools.infer.text.channels import TURN_ENDS, uses_channels
 from titan_tools.infer.text.chat_template import ChatTemplate, Message
 from trainer.data.tokenizer import Tokenizer
 
@@ -66,8 +67,12 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence
 def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
     """The special token that the template puts after the model's message, which ends its turn.
 
-    Empty where the template puts something else there, or rejects such a conversation.
+    Empty where the template puts something else there, or rejects such a conversation. Of answers in channels, the
+    tokens that end the last one.
     """
+    if uses_channels(template.source):
+        found = _special_ids(tokenizer, "".join(TURN_ENDS))
+        return frozenset(found[name] for name in TURN_ENDS if name in found)
     word = next(word for n in count() if (word := f"answer{n}") not in template.source)
     messages = [("user", "a question"), ("assistant", word), ("user", "a question")]
     try:

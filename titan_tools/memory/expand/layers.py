@@ -1,8 +1,9 @@
 """A trace of few layers → the trace of all of them.
 
 Forward, backward, updates and everything else that passes over the layers are sweeps: runs of pieces about consecutive
-layers. The first and last layers of a sweep copy themselves; each one in between copies the layer of the same kind in
-the first captured period. What a copy frees of a nearby layer moves along with it; what it frees of the first or last
+layers. The first and last layers of a sweep copy themselves, and so do first ones of kinds that do not come again, as
+dense layers before those with experts; each one in between copies the layer of the same kind in the first captured
+period. What a copy frees of a nearby layer moves along with it; what it frees of the first or last
 layers stays. This is checked, not assumed: the captured trace must follow from its own first period, event for event,
 before any is used (and `play` checks every free).
 """
@@ -10,30 +11,48 @@ before any is used (and `play` checks every free).
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, groupby, islice
-from math import lcm
+from itertools import chain, cycle, groupby, islice
+from typing import NamedTuple
 
 from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cut, play
-from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of
+from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of, repetition
 from trainer.job import Job
 from trainer.parallel.experts import has_experts
 from trainer.parallel.float8 import float8_filters, is_float8
 
-# Layers that may differ from those in the middle: at either end the embedding or the loss is their neighbour.
+# Layers that may differ from those in the middle: at either end the embedding or the loss, or a layer of another kind,
+# is their neighbour.
 _NUM_HEAD = _NUM_TAIL = 1
 _REACH = 2  # layers: how far from its own a layer may free what moves along with it
+
+
+class Repetition(NamedTuple):
+    """How the layers of a stage repeat: with a period, after `alone` layers that do not."""
+
+    period: int = 1
+    alone: int = 0
+
+    @property
+    def head(self) -> int:
+        """How many first layers stand for themselves only."""
+        return self.alone + _NUM_HEAD
+
+    def captured_layers(self, num_layers: int) -> int:
+        """How many layers stand for `num_layers`: both ends and two periods, equal to it modulo the period."""
+        fewest = self.head + 2 * self.period + _NUM_TAIL
+        return min(num_layers, fewest + (num_layers - fewest) % self.period)
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
     """The layers of one stage in the captured model and in the wanted one. Indices count from the stage's first layer.
 
-    Every `period` layers repeat; captured and wanted ones start and end at the same offset in a period.
+    Captured and wanted ones start and end at the same offset in a period.
     """
 
     captured: range
     wanted: range
-    period: int = 1
+    repeats: Repetition = Repetition()
     is_whole: bool = False  # each layer is its own template
 
     @property
@@ -44,31 +63,27 @@ class Depth:
     @property
     def _tail(self) -> int:
         """The first index of the layers that differ from those in the middle."""
-        return len(self.captured) - _NUM_TAIL - (len(self.captured) - _NUM_HEAD - _NUM_TAIL) % self.period
+        middle = len(self.captured) - self.repeats.head - _NUM_TAIL
+        return len(self.captured) - _NUM_TAIL - middle % self.repeats.period
 
     def template(self, index: int) -> int:
         """The captured layer that a wanted one copies."""
-        if index < _NUM_HEAD or self.is_whole:
+        period, head = self.repeats.period, self.repeats.head
+        if index < head or self.is_whole:
             return index
         if index >= self._tail + self.surplus:
             return index - self.surplus
-        return _NUM_HEAD + (index - _NUM_HEAD) % self.period
+        return head + (index - head) % period
 
     def covers_all(self, first: int, last: int) -> bool:
         """Whether captured layers from `first` to `last` stand for all, except perhaps the first and the last one."""
-        return self.is_whole or first <= _NUM_HEAD and last >= self._tail - 1
+        return self.is_whole or first <= self.repeats.head and last >= self._tail - 1
 
     def fixed_index(self, index: int) -> int | None:
         """The wanted layer of a captured one at an end, or next to it; None for one in the middle."""
-        if index <= _NUM_HEAD or self.is_whole:
+        if index <= self.repeats.head or self.is_whole:
             return index
         return index + self.surplus if index >= self._tail - 1 else None
-
-
-def captured_layers(num_layers: int, period: int = 1) -> int:
-    """How many layers stand for `num_layers`: both ends and two periods, equal to it modulo the period."""
-    fewest = _NUM_HEAD + 2 * period + _NUM_TAIL
-    return min(num_layers, fewest + (num_layers - fewest) % period)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +100,13 @@ def shallow_model(job: Job, *, rank: int) -> Shallow | None:
     Layers that differ (in their parameters, in what they compute, in what float8 converts of them) repeat with their
     period, or all run.
     """
-    period, whole = layer_period(job), job.split
+    repeats, whole = repetitions(job), job.split
     keeps_numbers = has_experts(job.family, job.args)
-    modules = _cut_stages(whole.modules, period, keeps_numbers=keeps_numbers)
+    modules = _cut_stages(whole.modules, repeats, keeps_numbers=keeps_numbers)
     if modules == whole.modules:
         return None
     held = [stage for stage in whole.stages_of(job.dims.coordinates(rank).pp) if _layers(whole.modules[stage])]
-    depths = tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), period) for stage in held)
+    depths = tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), repeats[stage]) for stage in held)
     if keeps_numbers:  # every rank counts the tokens of each layer of the whole model
         return Shallow(replace(job, split=replace(whole, modules=modules)), depths)
     config = job.config
@@ -101,39 +116,60 @@ def shallow_model(job: Job, *, rank: int) -> Shallow | None:
     return Shallow(Job.of(config, args, job.dims), depths)
 
 
-def layer_period(job: Job) -> int:
-    """The number of layers after which blocks and activation checkpointing repeat; of blocks that do not, all layers.
+def repetitions(job: Job) -> list[Repetition]:
+    """How the layers of each stage repeat.
 
-    Only blocks of a mixture of experts may repeat with a period: of others all must be alike.
+    The first layer of each kind of attention stands for itself: its backward frees what only its kind reads, such as
+    masks.
     """
-    kinds = _kinds_of_layers(job)
-    period = next(number for number in range(1, len(kinds) + 1) if kinds[number:] == kinds[:-number])
-    if period > 1 and not has_experts(job.family, job.args):
-        period = len(kinds)
+    kinds = kinds_of_layers(job)
+    attentions = [block.attention for block in job.family.blocks(job.args)]
+    found = []
+    for modules in job.split.modules:
+        held = _layers(modules)
+        period, alone = repetition([kinds[number] for number in held])
+        own = [attentions[number] for number in held]
+        found.append(Repetition(period, max([alone, *map(own.index, own)])))
+    return found
+
+
+def kinds_of_layers(job: Job) -> list[int]:
+    """Of each layer a number for its kind: what it computes, its parameters, and whether it is recomputed.
+
+    Only blocks of a mixture of experts may differ: if others do, each layer is of its own kind.
+    """
     settings = job.config.activation_checkpoint
+    every = 1
     if settings.mode == "selective" and settings.selective_ac_option != "op":
-        return lcm(period, int(settings.selective_ac_option))
-    return period
+        every = int(settings.selective_ac_option)
+    blocks = _blocks(job)
+    if has_experts(job.family, job.args):
+        kinds = [(block, number % every) for number, block in enumerate(blocks)]
+        return [kinds.index(kind) for kind in kinds]
+    is_uniform = all(block == blocks[0] for block in blocks)
+    return [number % every if is_uniform else number for number in range(len(blocks))]
 
 
-def _kinds_of_layers(job: Job) -> list[object]:
+def _blocks(job: Job) -> list[object]:
     """Of each layer what it computes, and its parameters."""
     filters = float8_filters(job.config.float8, job.config.training) if is_float8(job.config.model) else ()
-    kinds: list[list[object]] = [[block] for block in job.family.blocks(job.args)]
+    blocks: list[list[object]] = [[block] for block in job.family.blocks(job.args)]
     for parameter in job.family.parameters(job.args):
         if (layer := parameter.layer) is not None:
             name = parameter.fqn.partition(f"{layer}.")[2]
             is_filtered = any(part in parameter.fqn for part in filters)
-            kinds[layer].append((name, parameter.shape, parameter.role, parameter.tp_dim, is_filtered))
-    return list(kinds)
+            blocks[layer].append((name, parameter.shape, parameter.role, parameter.tp_dim, is_filtered))
+    return list(blocks)
 
 
-def _cut_stages(stages: Sequence[Sequence[str]], period: int, *, keeps_numbers: bool) -> tuple[tuple[str, ...], ...]:
+def _cut_stages(
+    stages: Sequence[Sequence[str]], repeats: Sequence[Repetition], *, keeps_numbers: bool
+) -> tuple[tuple[str, ...], ...]:
     """The stages' modules with as few layers as stand for theirs: the first of each stage, or renumbered."""
     start, cut_stages = 0, []
-    for modules in stages:
+    for modules, how in zip(stages, repeats, strict=True):
         held = _layers(modules)
-        count = captured_layers(len(held), period)
+        count = how.captured_layers(len(held))
         start = held.start if keeps_numbers else start
         first = next((i for i, name in enumerate(modules) if layer_of(name) != NO_LAYER), len(modules))
         layers = (f"layers.{number}" for number in range(start, start + count))
@@ -269,7 +305,8 @@ def _bytes_of_all_parameters(block: Block, depths: Sequence[Depth]) -> int:
     if part:
         depths = [depths[int(part)]]
     captured = wanted = int(outside)
-    of_layers = cycle(map(int, per_layer.split(",")))
+    alone, _, repeated = per_layer.rpartition(";")
+    of_layers = map(int, chain(filter(None, alone.split(",")), cycle(repeated.split(","))))
     for depth in depths:
         of_stage = list(islice(of_layers, len(depth.captured)))
         captured += sum(of_stage)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from converters.collector import collector_paused
 from titan_tools.memory.expand.compose import compose
-from titan_tools.memory.expand.layers import Shallow, expand_layers, layer_period, shallow_model
+from titan_tools.memory.expand.layers import Shallow, expand_layers, kinds_of_layers, repetitions, shallow_model
 from titan_tools.memory.expand.order import Order, of_one_microbatch, orders_of_ranks, run_short_order, shortest
 from titan_tools.memory.expand.pieces import Aperiodic
 from titan_tools.memory.expand.spans import NotComposable, ShortCapture, Templates
@@ -49,7 +49,7 @@ def global_rank(job: Job, pp_rank: int) -> int:
 
 def kinds_of_ranks(job: Job) -> list[list[int]]:
     """Pipeline ranks, grouped by the kinds of their stages."""
-    period = layer_period(job)
+    of_layer, repeats = kinds_of_layers(job), repetitions(job)
     shallow = shallow_model(job, rank=0)
     modules = (shallow.job if shallow else job).split.modules
     kinds: dict[tuple[object, ...], list[int]] = {}
@@ -60,7 +60,8 @@ def kinds_of_ranks(job: Job) -> list[list[int]]:
                 stage == 0,
                 stage == job.split.num_stages - 1,
                 stage + 1 in stages,
-                tuple(name if (number := layer_of(name)) == NO_LAYER else number % period for name in modules[stage]),
+                repeats[stage],
+                tuple(name if (number := layer_of(name)) == NO_LAYER else of_layer[number] for name in modules[stage]),
             )
             for stage in stages
         )
@@ -95,7 +96,7 @@ class _Kind:
 
 def _capture_kind(job: Job, pp_ranks: Sequence[int], kernels: Kernels, num_steps: int) -> _Kind | None:
     parallelism = job.config.parallelism
-    schedule = parallelism.pipeline_parallel_schedule
+    schedule = job.schedule
     reshards = parallelism.fsdp_reshard_after_forward == "always"
     orders = orders_of_ranks(schedule, job.split, job.dims.pp, job.num_microbatches, reshards=reshards)
     if (found := shortest([orders[pp_rank] for pp_rank in pp_ranks], schedule)) is None:

@@ -114,7 +114,7 @@ def run_shape(job: Job) -> RunShape:
         uses_fsdp=uses_copies or is_fsdp(training, parallelism, config.float8, dims),
         uses_copies=uses_copies,
         stages=job.split.modules,
-        schedule=parallelism.pipeline_parallel_schedule,
+        schedule=job.schedule,
         microbatch_size=job.microbatch_size,
         num_microbatches=job.num_microbatches,
         num_accumulated=job.num_accumulated,

@@ -31,7 +31,7 @@ from trainer.job import Job
 from trainer.mesh import make_meshes
 from trainer.optim.clip import square_sums_on_gpu
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.document_mask import attention_kernel
+from trainer.parallel.document_mask import attention_kernel, needs_masks
 from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
@@ -47,7 +47,7 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
     """
     config, dims = job.config, job.dims
     has_documents = job.documents.mask != "none"
-    if has_documents:
+    if has_documents or needs_masks(job.family, job.args):
         kernels = with_document_attention(kernels, attention_kernel(config, job.family))
     recorder = Recorder()
     offloaded: AbstractContextManager[None] = nullcontext()

@@ -5,7 +5,8 @@ Torch-free: traces are captured with torch, and expanded, replayed and drawn wit
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import count
+from typing import Any, NamedTuple
 
 COMPUTE = "compute"  # the default stream
 NO_LAYER = -1
@@ -18,6 +19,16 @@ def layer_of(fqn: str) -> int:
     if not fqn.startswith(_LAYERS):
         return NO_LAYER
     return int(fqn[len(_LAYERS) :].partition(".")[0])
+
+
+def repetition(values: list[Any]) -> tuple[int, int]:
+    """(period, number of first values that do not repeat): the pair for which the first values and two periods are the
+    fewest.
+    """
+    pairs = ((period, needed - 2 * period) for needed in count(2) for period in range(needed // 2, 0, -1))
+    return next(
+        (period, alone) for period, alone in pairs if values[alone + period :] == values[alone : len(values) - period]
+    )
 
 
 class StepPoint(NamedTuple):

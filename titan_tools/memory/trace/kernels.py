@@ -22,7 +22,7 @@ from torch.nn.attention.bias import CausalVariant
 
 import trainer.models.llama3.model
 import trainer.parallel.context
-import trainer.parallel.document_attention  # registers its operations
+import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
@@ -30,6 +30,7 @@ from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn
+from trainer.parallel.document_attention import PerDocumentAttention
 
 aten: Any = torch.ops.aten
 
@@ -102,6 +103,7 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(trainer.models.llama3.model, "to_one_width", _as_they_are))
         if kernels.documents == "flex":
             patches.enter_context(patch.object(trainer.parallel.document_attention, "to_one_width", _as_they_are))
+            patches.enter_context(patch.object(PerDocumentAttention, "forward", _attend_as_flex))
         if kernels.norm == "fused":
             patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
         yield
@@ -170,6 +172,26 @@ def _attend_to_prefix(
     else:
         out = _attend("flash", q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
     return first_features(out, v_BEKH.shape[-1])
+
+
+def _attend_as_flex(
+    module: PerDocumentAttention,
+    q_BCNH: Tensor,
+    k_BEKH: Tensor,
+    v_BEKH: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """trainer/parallel/gpu_attention.py's, whose result sinks scale in an operation of their own: both are kept."""
+    attend = torch.ops.titan.attend_within_documents
+    out_BCNH: Tensor
+    out_BCNH, sums_BNC = attend(q_BCNH, k_BEKH, v_BEKH, mask, None, module.window, scale)
+    if sinks_N is None:
+        return out_BCNH
+    shares_BNC1 = (sums_BNC - sinks_N.float().unsqueeze(1)).sigmoid().unsqueeze(-1)
+    scaled_BCNH: Tensor = out_BCNH * shares_BNC1.transpose(1, 2).type_as(out_BCNH)
+    return scaled_BCNH
 
 
 def _as_they_are(*tensors: Tensor) -> list[Tensor]:
@@ -275,23 +297,25 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight and one fp32 number per row.
+    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight if any, and one fp32 number per row.
 
     On a CPU torch composes RMSNorm of operations that keep fp32 copies. Shapes without values. A DTensor's rows are
     computed locally; each rank's gradient of the weight is a partial sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
         own = local_part(x)
         inverse_deviation = own.new_empty((*own.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32)
         ctx.save_for_backward(x, weight, inverse_deviation)
         return _placed_like(x, torch.empty_like(own))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         grad_x = _placed_like(x, torch.empty_like(local_part(x)))
+        if weight is None:
+            return grad_x, None, None
         grad_weight = torch.empty_like(local_part(weight))
         if isinstance(weight, DTensor):
             placements = [Partial() if placement.is_shard() else Replicate() for placement in x.placements]
@@ -305,7 +329,7 @@ def _placed_like(x: Tensor, own: Tensor) -> Tensor:
     return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Any:
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     if torch.compiler.is_compiling():  # a compiler decomposes the operation, and needs to see what it computes
         return torch.ops.aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
     return _FusedRMSNorm.apply(x, list(normalized_shape), weight)  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from titan_tools.memory.trace.events import (
     Trace,
     TraceSegment,
     layer_of,
+    repetition,
 )
 
 # The default part of a block, by the phase of the step: see `Recorder._default_part`
@@ -213,7 +214,7 @@ def owner_of_many(
     """The owner of a tensor with a number per FQN: "*{outside of layers}+{per layer}", or "*" if layers differ.
 
     Unless it has one for each of their parameters, `per_layer`: then the numbers of layers until they repeat, separated
-    by commas.
+    by commas; those of first layers that do not come again end in a semicolon.
     `parts`: the layers of each stage that the rank holds. Of the n-th stage alone: "*{outside}+{per layer}@{n}".
     """
     if any(fqn.startswith(PER_PARAMETER) for fqn in fqns):
@@ -226,8 +227,9 @@ def owner_of_many(
     counts = [by_layer[layer] for layer in sorted(by_layer)]
     if len(set(counts)) > 1 and any(by_layer[layer] != per_layer.get(layer) for layer in by_layer):
         return PER_PARAMETER
-    period = next(number for number in range(1, len(counts) + 1) if counts[number:] == counts[:-number])
-    owner = f"{PER_PARAMETER}{outside}+{','.join(map(str, counts[:period]))}"
+    period, alone = repetition(counts)
+    parts_of = (counts[:alone], counts[alone : alone + period])
+    owner = f"{PER_PARAMETER}{outside}+{';'.join(','.join(map(str, some)) for some in parts_of if some)}"
     if by_layer.keys() == set().union(*parts):
         return owner
     return f"{owner}@{parts.index(by_layer.keys())}" if by_layer.keys() in parts else PER_PARAMETER

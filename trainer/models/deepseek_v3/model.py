@@ -1,8 +1,8 @@
 """DeepSeek V3 and V2 in plain PyTorch: Llama 3's blocks with multi-head latent attention (arXiv 2405.04434, 2.1).
 
-Shape letters: B batch, L tokens (of the sequence shard at hand), S tokens whose keys are seen, D model dim, N heads,
-H features of a head of q and k, P rotated ones of them, R size of the latent of keys and values, V features of a head
-of v. N is what this rank holds, so it is inferred with -1.
+Shape letters: B batch, L tokens (of the sequence shard at hand), T = B * L, S tokens whose keys are seen, D model dim,
+N heads, H features of a head of q and k, P rotated ones of them, R size of the latent of keys and values, V features of
+a head of v, X features of several latents. N is what this rank holds, so it is inferred with -1.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import ModelArgs, YarnRope
+from converters.families.base import Latent, ModelArgs, YarnRope
 from converters.families.deepseek_v3 import block
 from trainer.models.llama3.model import CausalAttention, Transformer
 from trainer.models.llama3.rope import rotate, yarn_magnitude
@@ -35,10 +35,8 @@ class LatentAttention(nn.Module):
     what all heads read, its input; replace it where ranks hold parts of the heads and of the tokens.
     """
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, latent: Latent):
         super().__init__()
-        latent = block(args, 0).latent
-        assert latent is not None
         self.head_dim, self.scale, self.q_rank = args.head_dim, softmax_scale(args), latent.q_rank
         self.kv_rank, self.rotary_dim = latent.kv_rank, latent.rotary_dim
         self.plain_dim, self.value_dim = latent.plain_dim, latent.value_dim
@@ -58,13 +56,13 @@ class LatentAttention(nn.Module):
         self.inner_attention: nn.Module = CausalAttention()
 
     def forward(self, x_BLD: Tensor, rotations: Tensor, **mask: Any) -> Tensor:
-        latent_BLR, k_BLP = torch.split(self.wkv_a(x_BLD), [self.kv_rank, self.rotary_dim], dim=-1)
-        read = [self.kv_norm(latent_BLR), k_BLP]
+        x_TD = x_BLD.flatten(0, 1)  # before torch 2.13, DTensor cannot flatten token shards for a product
+        latent_TR, k_TP = torch.split(self.wkv_a(x_TD), [self.kv_rank, self.rotary_dim], dim=-1)
+        read = [self.kv_norm(latent_TR), k_TP]
         if self.q_rank:  # with the others, so that they are gathered at once
-            read.append(self.q_norm(self.wq_a(x_BLD)))
-        latent_BLR, k_BLP, *q_latent = self.latents(torch.cat(read, dim=-1)).split(
-            [each.shape[-1] for each in read], dim=-1
-        )
+            read.append(self.q_norm(self.wq_a(x_TD)))
+        read_BLX = torch.cat(read, dim=-1).view(*x_BLD.shape[:2], -1)
+        latent_BLR, k_BLP, *q_latent = self.latents(read_BLX).split([each.shape[-1] for each in read], dim=-1)
         q_BLX = self.wq_b(*q_latent) if self.q_rank else self.wq(x_BLD)
         q_BLNH = self._rotate_last(q_BLX.unflatten(-1, (-1, self.head_dim)), rotations)
         latent_BSR, k_BS1P = self.key_context(latent_BLR, rotate(k_BLP.unsqueeze(2), rotations))

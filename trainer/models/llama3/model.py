@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.families.base import Block, Experts, ModelArgs, dense_block
+from converters.errors import UnsupportedError
+from converters.families.base import Block, Experts, GroupedQuery, Latent, ModelArgs, dense_block
 from trainer.models.llama3.rope import RotaryAngles, rotate
 from trainer.models.moe import MoE
+
+PLAIN = GroupedQuery()
 
 
 def to_one_width(*tensors: Tensor) -> list[Tensor]:
@@ -34,9 +37,25 @@ def first_features(x: Tensor, width: int) -> Tensor:
 
 
 class CausalAttention(nn.Module):
-    """The default inner attention: causal SDPA over the given tokens."""
+    """The default inner attention: causal SDPA over the given tokens, the first of which has position 0.
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, scale: float | None = None) -> Tensor:
+    With a window, a chunk or sinks it makes a mask of L × L numbers; `trainer.build` replaces it where there is one.
+    """
+
+    def __init__(self, kind: GroupedQuery = PLAIN):
+        super().__init__()
+        self.kind = kind
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        scale: float | None = None,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
+        if self.kind.needs_mask:
+            return attend_densely(q_BLNH, k_BLKH, v_BLKH, self.kind, scale, sinks_N)
         q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         if not q_BNLH.is_cuda:  # there unequal widths would be multiplied without a fused kernel
@@ -47,6 +66,38 @@ class CausalAttention(nn.Module):
         return first_features(out_BNLH, v_BLKH.shape[-1]).transpose(1, 2)
 
 
+def attend_densely(
+    q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, kind: GroupedQuery, scale: float | None, sinks_N: Tensor | None
+) -> Tensor:
+    """Attention with an additive mask. A sink is the score of one more key, which is 0, as is its value."""
+    places_L = torch.arange(q_BLNH.shape[1], device=q_BLNH.device)
+    sees_LL = places_L[:, None] >= places_L
+    if kind.window is not None:
+        sees_LL &= places_L[:, None] - places_L < kind.window
+    if kind.chunk is not None:
+        sees_LL &= places_L[:, None] // kind.chunk == places_L // kind.chunk
+    bias_NLL = torch.zeros_like(sees_LL, dtype=q_BLNH.dtype).masked_fill(~sees_LL, float("-inf"))
+    if sinks_N is not None:
+        sinks_NL1 = sinks_N.type_as(q_BLNH)[:, None, None].expand(-1, len(places_L), 1)
+        bias_NLL = torch.cat((bias_NLL.expand(len(sinks_N), -1, -1), sinks_NL1), dim=-1)
+        k_BLKH, v_BLKH = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k_BLKH, v_BLKH))
+    q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLKH, v_BLKH))
+    grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+    out_BNLH = F.scaled_dot_product_attention(
+        q_BNLH, k_BKLH, v_BKLH, attn_mask=bias_NLL, scale=scale, enable_gqa=grouped
+    )
+    return out_BNLH.transpose(1, 2)
+
+
+def refuse_other_kinds(kind: Latent | GroupedQuery) -> None:
+    """Raise UnsupportedError unless a family's `block` describes plain attention."""
+    if kind != PLAIN:
+        raise UnsupportedError(
+            f"this attention is plain, and the family's `block` describes {kind}",
+            hint="pass Transformer an attention that computes it, as trainer/models/gpt_oss and llama4 do",
+        )
+
+
 class Attention(nn.Module):
     """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
@@ -54,8 +105,9 @@ class Attention(nn.Module):
     `Transformer.make_mask` has made, if the model is called with documents.
     """
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, kind: Latent | GroupedQuery = PLAIN):
         super().__init__()
+        refuse_other_kinds(kind)
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.attention_bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)
@@ -131,20 +183,22 @@ class Transformer(nn.Module):
     def __init__(
         self,
         args: ModelArgs,
-        make_attention: Callable[[ModelArgs], nn.Module] = Attention,
+        make_attention: Callable[[ModelArgs, Any], nn.Module] = Attention,  # of the numbers and `Block.attention`
         *,
         rotations_stacked_on: int = -1,  # the layout that the attention expects
         block: Callable[[ModelArgs, int], Block] = dense_block,  # the family's
     ):
         super().__init__()
         self.args = args
-        self.make_mask: Callable[[Tensor], Any] | None = None  # set where the inner attentions keep to documents
-        latent = block(args, 0).latent
+        # (documents or None, number of tokens here) → what inner attentions take as `mask`; set where one takes it
+        self.make_mask: Callable[..., Any] | None = None
+        blocks = [block(args, n) for n in range(args.num_layers)]
+        latent = blocks[0].latent
         width = latent.rotary_dim if latent else args.head_dim
-        self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on, width=width)
+        self.rope: nn.Module = RotaryAngles(args, stacked_on=rotations_stacked_on, width=width)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(
-            {str(n): make_layer(args, make_attention(args), block(args, n)) for n in range(args.num_layers)}
+            {str(n): make_layer(args, make_attention(args, kind.attention), kind) for n, kind in enumerate(blocks)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Module | None = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -167,10 +221,8 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         rotations = self.rope(positions)
-        mask = {}
-        if documents is not None:
-            assert self.make_mask is not None, "the model was not built for attention within documents"
-            mask["mask"] = self.make_mask(documents)
+        assert documents is None or self.make_mask is not None, "the model was not built for attention within documents"
+        mask = {} if self.make_mask is None else {"mask": self.make_mask(documents, positions.shape[-1])}
         h_BLD = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for layer in self.layers.values():
             h_BLD = layer(h_BLD, rotations, **mask)

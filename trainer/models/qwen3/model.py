@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import ModelArgs
+from converters.families.base import GroupedQuery, ModelArgs
 from converters.families.qwen3 import block
-from trainer.models.llama3.model import CausalAttention, Transformer
+from trainer.models.llama3.model import PLAIN, CausalAttention, Transformer, refuse_other_kinds
 
 
 class QKNormAttention(nn.Module):
@@ -20,8 +20,9 @@ class QKNormAttention(nn.Module):
     The norms are over the head dim, before the rotation; all heads of a layer share one weight.
     """
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, kind: GroupedQuery = PLAIN):
         super().__init__()
+        refuse_other_kinds(kind)
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.attention_bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)

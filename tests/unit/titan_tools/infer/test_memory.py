@@ -44,14 +44,14 @@ def gpu_of(monkeypatch):
 
 def needed(model, args, rows):
     """Bytes that `rows` sequences take, without the rest."""
-    return rows * (ROOM * model.bytes_per_cached_token + args.vocab_size * memory._BYTES_PER_LOGIT)
+    return rows * (model.cache_bytes(ROOM) + args.vocab_size * memory._BYTES_PER_LOGIT)
 
 
 def test_the_caches_bytes_are_those_that_it_has(hf):
     model = load(hf, dtype=torch.bfloat16)
     engine = Engine(model, rows=3, room=ROOM)
     num_bytes = sum(t.nbytes for layer in engine._cache.layers for t in layer.tensors)
-    assert num_bytes == 3 * ROOM * model.bytes_per_cached_token
+    assert num_bytes == 3 * model.cache_bytes(ROOM)
 
 
 @pytest.mark.parametrize(("room_for", "rows"), [(100, 8), (8, 8), (7.9, 7), (1, 1), (0.5, 1), (-50, 1)])

@@ -27,6 +27,7 @@ from titan_tools.infer.task import Work
 from titan_tools.infer.text.prompts import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+KEYS_AND_VALUES = 2 * 2 * 2 * 8 * 4  # bytes of a token: two layers, keys and values, two heads of 8 floats
 KEYS = [
     "ttft_ms",
     "tpot_ms",
@@ -73,7 +74,11 @@ def test_a_result_has_the_fields_of_the_help_in_their_order():
 
 def test_times_and_bytes_are_those_of_the_run(model):
     timings = Timings(
-        first_token_secs=[0.1, 0.3], decode_secs=2.0, num_decode_steps=10, num_tokens=22, cache_tokens_read=300
+        first_token_secs=[0.1, 0.3],
+        decode_secs=2.0,
+        num_decode_steps=10,
+        num_tokens=22,
+        cache_bytes_read=300 * KEYS_AND_VALUES,
     )
     engine = Engine(model, rows=2, room=32)
     stats = stats_of(timings, engine, ALONE, work(), secs=4.0)
@@ -84,8 +89,7 @@ def test_times_and_bytes_are_those_of_the_run(model):
     embedding = model.body.tok_embeddings.weight
     if embedding.data_ptr() != model.head.weight.data_ptr():
         del weights[embedding.data_ptr()]  # of which a step reads a row for each sequence
-    keys_and_values = 2 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of 8 floats
-    read = 10 * sum(weights.values()) + 300 * keys_and_values
+    read = 10 * sum(weights.values()) + 300 * KEYS_AND_VALUES
     assert stats["bandwidth_gb_per_sec"] == pytest.approx(read / 2.0 / 1e9)
     assert stats["bandwidth_share"] is None
     assert (stats["tp"], stats["dtype"], stats["seed"]) == (1, "float32", 9)
@@ -99,7 +103,8 @@ def test_a_run_of_ragged_rows_counts_each_token_and_each_key_once(model):
     assert timings.num_tokens == 15 and len(timings.first_token_secs) == 3
     # the first two decode together, then the third alone; a step reads the keys of its own token too
     assert timings.num_decode_steps == 4 + 4
-    assert timings.cache_tokens_read == sum(n + step for n in (3, 4, 5) for step in (1, 2, 3, 4))
+    num_read = sum(n + step for n in (3, 4, 5) for step in (1, 2, 3, 4))
+    assert timings.cache_bytes_read == num_read * KEYS_AND_VALUES
 
 
 def test_without_a_decode_step_its_numbers_are_none_and_the_line_leaves_them_out(model):

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import io
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from torch import nn
 from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import Experts, ModelArgs
+from converters.families.registry import get_family
 from converters.mesh_shape import MeshShape
 from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
 from tests.published_memory.historical_build import historical_build
+from tests.published_memory.historical_experts import complex_rotate, padded_experts
 from tests.published_memory.history import build_of, microbatch_size, possible_microbatch_sizes, settings_of
 from tests.published_memory.measure import RowEstimate, _variants, estimate
 from tests.published_memory.rows import read_rows
@@ -29,7 +32,7 @@ from trainer.config.load import load_config
 from trainer.job import Job
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.models.llama3 import model as llama
-from trainer.models.llama3.rope import RotaryAngles
+from trainer.models.llama3.rope import RotaryAngles, rotate
 from trainer.models.moe import MoE
 from trainer.models.qwen3 import model as qwen
 
@@ -79,14 +82,36 @@ def test_attention_computes_what_ours_does(family, attend, cache):
         assert torch.allclose(attend(attention, x, cache(ours, points)), expected, atol=1e-5)
 
 
-def test_experts_compute_what_ours_do():
+@pytest.mark.parametrize("compute", [rebuilt.scatter_added_experts, padded_experts])
+def test_experts_compute_what_ours_do(compute):
     torch.manual_seed(0)
-    moe = MoE(32, Experts(num=6, top_k=2, hidden=48))
+    moe = MoE(32, Experts(num=6, top_k=2, hidden=48, shared_hidden=40 * (compute is padded_experts)))
     for parameter in moe.parameters():
         nn.init.normal_(parameter, std=0.3)
     moe.expert_bias.uniform_(-0.1, 0.1)
     x = torch.randn(2, 5, 32)
-    assert torch.allclose(rebuilt.scatter_added_experts(moe, x), moe(x), atol=1e-5)
+    assert torch.allclose(compute(moe, x), moe(x), atol=1e-5)
+
+
+def test_the_complex_rotation_computes_what_ours_does():
+    torch.manual_seed(0)
+    rope, x = RotaryAngles(ARGS), torch.randn(2, 6, 4, 8)
+    rotations = rope(torch.arange(6))
+    assert torch.allclose(complex_rotate(x, rebuilt.llama_freqs_cis(rope, torch.arange(6))), rotate(x, rotations))
+
+
+def test_experts_of_december_2025_pad_their_rows_and_weight_them_in_fp32():
+    row = row_of(PIPELINED, model="DeepSeek V3 16B", date="2025-12-04", seq_len="512", world="8", dp_shard="4", ep="2")
+    row = replace(row, tp=1, pp=2, schedule="1F1B", checkpointing=("none", "op"), is_compiled=False, float8="")
+    args = replace(get_family("deepseek_v3").flavors["debug_v3"], num_layers=3)
+    job = Job.of(load_config(settings_of(row)[0], settings_of(row)[1:]), args, MeshShape(pp=2, dp_shard=4, ep=2))
+    assert build_of(row).pads_experts and not build_of(row).num_logits_kept
+    with historical_build(build_of(row), tp=1):
+        trace = capture(job, rank=4, kernels=Kernels("cuda", "cudnn", "fused"), num_steps=1)
+    rows, padded, dim = 512 * 3, 512 * 3 + 8 * 12 // 2, args.dim
+    sizes = Counter(block.num_bytes for block in trace.blocks if block.point.phase == "forward")
+    assert sizes[rows * dim * 4] >= 1  # to be weighted
+    assert sizes[(rows + 1) * dim * 2] >= 2 and sizes[padded * dim * 2] >= 2  # before and after the experts
 
 
 @pytest.mark.parametrize("rms_norm", [rebuilt.python_rms_norm, rebuilt.composite_rms_norm])
@@ -154,6 +179,7 @@ def test_what_a_date_tells():
     assert compiled == [False, True, True, False, False, True]  # #642, #755, #1033
     assert not describe(date="2025-06-13", compile="0").is_loss_compiled
     assert describe(loss="CE, compiled").is_loss_compiled
+    assert [describe(date=day).num_logits_kept for day in ("2025-10-19", "2025-10-20")] == [8, 0]
     assert [describe(date=day).has_wide_logits for day in days[:2]] == [True, False]
     assert [describe(date=day, norm="").norm for day in ("2025-03-18", "2025-03-19")] == ["python", "composite"]
     assert [describe(date=day).is_floor for day in ("2025-04-09", "2025-04-10")] == [True, False]
@@ -203,6 +229,7 @@ def test_few_layers_stand_for_all_although_states_come_with_the_first_step(date)
     [
         ("model", ["Llama3-8B", "Llama 3 8B", "Llama-3.1-8B (128k)", "llama3.1_8b"], "flavor", "8B"),
         ("model", ["Qwen3-0.6B (tied)", "Qwen 3 0.6B"], "flavor", "0.6B"),
+        ("model", ["DeepSeek V3 671B", "DeepSeek-V3-671B"], "family", "deepseek_v3"),
         ("pp_sched", ["", "1F1B", "1f1b", "Schedule1F1B"], "schedule", "1F1B"),
         ("pp_sched", ["Interleaved 1F1B", "interleaved_1f1b", "Interleaved1F1B"], "schedule", "Interleaved1F1B"),
         ("ac", ["selective-op", "selective op", "op", "Selective_Op"], "checkpointing", ("selective", "op")),
@@ -242,10 +269,11 @@ def test_spellings_of_a_cell(column, spellings, field, value):
 @pytest.mark.parametrize(
     ("column", "text", "why", "is_by_design"),
     [
-        ("model", "Mixtral-8x7B", "Mixtral.*llama3, qwen3", False),
+        ("model", "Mixtral-8x7B", "Mixtral.*llama3, qwen3, deepseek_v3", False),
         ("model", "Llama3-9B", "no size 9B: .*8B", False),
         ("model", "Qwen3-30B-A4B", "no size 30B-A4B: .*30B-A3B", False),
-        ("model", "DeepSeek V3 16B", "torchtitan's DeepSeek of that date is not rebuilt", True),
+        ("model", "GPT-OSS 20B", "torchtitan's GPT-OSS of that date is not rebuilt", True),
+        ("model", "DeepSeek V2 236B", "DeepSeek V2.*deepseek_v3", False),
         ("hardware", "MI300X", "MI300X.*A100, H100", False),
         ("value_gib", "", "no number of GiB", False),
         ("seq_len", "", "no whole number", False),
@@ -308,6 +336,9 @@ def test_what_is_not_known_of_a_row_widens_its_interval():
     assert ways == {(True, first, name) for first in (True, False) for name in ("classic", "expandable")}
     row = replace(row, is_compiled=False, has_flags=False)
     assert {each.is_compiled for each in _variants(row)} == {True, False}
+    words = {word for each in _variants(replace(row, is_compiled=True)) for word in settings_of(each)}
+    assert {"model", "loss"} <= words
+    row = replace(row, is_compiled=True)
     assert list(_variants(replace(row, is_scored=True))) == [replace(row, is_scored=True)]
 
 

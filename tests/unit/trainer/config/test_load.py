@@ -116,7 +116,7 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
             "[activation_checkpoint]\nper_op_sac_force_recompute_mm_shapes_by_fqns = ['attention.wo']",
             "which products `op` recomputes cannot be chosen",
         ),
-        ("[model]\nconverters = ['float8']", "model.converters = ['float8']: is called `quantize.linear.float8` now"),
+        ("[model]\nconverters = ['mx']", "model.converters = ['mx']: is called `quantize.linear.mx` now"),
         ("[model]\nconverters = ['quantize.linear.mx']", "MXFP8 is not covered"),
         ("[model]\nconverters = ['quantize.grouped_mm.float8']", "float8 of grouped products is a prototype"),
         ("[model]\nconverters = ['float9']", "a list, each item quantize.linear.float8"),

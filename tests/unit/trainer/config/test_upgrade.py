@@ -189,7 +189,7 @@ def test_stages_and_microbatches_of_both_sections(tmp_path):
         ("[parallelism]\npipeline_parallel_split_points = ['layers.9']", "llama3 debugmodel has no layers.9"),
         ("[parallelism]\npipeline_parallel_split_points = ['layers.3', 'layers.2']", "one after another"),
         (
-            "[model]\nname = 'llama4'\n[parallelism]\npipeline_parallel_split_points = ['layers.3']",
+            "[model]\nname = 'flux'\n[parallelism]\npipeline_parallel_split_points = ['layers.3']",
             "no model known here",
         ),
         ("[training]\nbatch_size = 5\nlocal_batch_size = 6", "which the file sets as well, to 6"),

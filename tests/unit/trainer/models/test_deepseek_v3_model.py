@@ -142,18 +142,18 @@ def test_the_plan_gathers_latents_and_not_hidden_states():
         of_attention = {n.removeprefix("layers.1."): s for n, s in plan.items() if n.startswith("layers.1.attention")}
         queries = (
             {
-                "attention.wq_a": TensorStyle.SEQUENCE_SHARDS,
-                "attention.q_norm": TensorStyle.SEQUENCE_SHARDS,
-                "attention.wq_b": TensorStyle.LATENT_COLUMNS,
+                "attention.wq_a": TensorStyle.TOKENS,
+                "attention.q_norm": TensorStyle.TOKENS,
+                "attention.wq_b": TensorStyle.COLUMNS_OF_GATHERED,
             }
             if FLAVORS[name].q_rank
             else {"attention.wq": TensorStyle.GATHERED_COLUMNS}
         )
         assert of_attention == queries | {
-            "attention.wkv_a": TensorStyle.SEQUENCE_SHARDS,
-            "attention.kv_norm": TensorStyle.SEQUENCE_SHARDS,
+            "attention.wkv_a": TensorStyle.TOKENS,
+            "attention.kv_norm": TensorStyle.TOKENS,
             "attention.latents": TensorStyle.GATHER_LATENTS,
-            "attention.wkv_b": TensorStyle.LATENT_COLUMNS,
+            "attention.wkv_b": TensorStyle.COLUMNS_OF_GATHERED,
             "attention.wo": TensorStyle.ROWS,
             "attention_norm": TensorStyle.SEQUENCE_SHARDS,
         }

@@ -14,6 +14,7 @@ from converters.engine import copy
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters
 from converters.families.qwen3 import QWEN3
+from converters.families.registry import get_family
 from converters.layout import local_box
 from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo
@@ -22,6 +23,7 @@ from trainer.job import resolve_job
 from trainer.models import initial_weights
 from trainer.models.initial_weights import InitialWeights, initial_blocks, initial_values
 from trainer.models.initialization import Constant, Normal, initial_distribution
+from trainer.models.registry import get_trainer_family
 from trainer.seed import seed
 
 
@@ -132,6 +134,34 @@ def test_the_distribution_of_experts_is_torchtitans():
     for name in ("experts.w2", "experts.w3", "router.gate.weight"):
         assert drawn[name] == Normal(0.02 / 8**0.5)
     assert drawn["expert_bias"] == Constant(0.0)
+
+
+def test_the_distribution_of_gpt_oss_is_torchtitans_but_for_biases():
+    """torchtitan: `0.02 / sqrt(2 * (layer + 1))` for everything in a layer; here biases are 0, as transformers' are."""
+    family = get_family("gpt_oss")
+    args, distribution = family.flavors["debug_window"], get_trainer_family("gpt_oss").initial_distribution
+    drawn = {p.fqn.removeprefix("layers.2."): distribution(p, args) for p in family.parameters(args)}
+    scaled = {name for name, found in drawn.items() if found == Normal(0.02 / 6**0.5)}
+    matrices = {f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
+    assert scaled == matrices | {
+        "attention.sinks", "moe.router.gate.weight", "moe.experts.mlp1_weight", "moe.experts.mlp2_weight"
+    }  # fmt: skip
+    for name in ("attention.wq.bias", "moe.router.gate.bias", "moe.experts.mlp1_bias", "moe.experts.mlp2_bias"):
+        assert drawn[name] == Constant(0.0)
+    assert (drawn["tok_embeddings.weight"], drawn["output.weight"]) == (Normal(1.0), Normal(128**-0.5, cut=3.0))
+
+
+def test_the_distribution_of_llama4_is_torchtitans():
+    family = get_family("llama4")
+    args, distribution = family.flavors["debug_maverick"], get_trainer_family("llama4").initial_distribution
+    drawn = {p.fqn: distribution(p, args) for p in family.parameters(args)}
+    for name in ("attention.wq", "attention.wv", "feed_forward.w1"):
+        assert drawn[f"layers.2.{name}.weight"] == Normal(0.02)
+    for name in ("experts.w1", "shared_experts.w1.weight"):
+        assert drawn[f"layers.3.moe.{name}"] == Normal(0.02)
+    for name in ("experts.w2", "experts.w3", "shared_experts.w2.weight", "shared_experts.w3.weight"):
+        assert drawn[f"layers.3.moe.{name}"] == Normal(0.02 / 8**0.5)
+    assert drawn["layers.3.moe.router.gate.weight"] == drawn["layers.3.attention.wo.weight"] == Normal(0.02 / 8**0.5)
 
 
 def test_values_do_not_move_between_versions():

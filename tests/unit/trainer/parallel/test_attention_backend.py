@@ -7,10 +7,14 @@ import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from converters.families.llama3 import FLAVORS
+from converters.families.registry import get_family
 from trainer.config.sections import Config
 from trainer.job import resolve_job
-from trainer.models.llama3.model import Transformer
+from trainer.models.llama3.model import CausalAttention, Transformer
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
+from trainer.parallel.document_attention import PerDocumentAttention
+from trainer.parallel.masked_attention import apply_masks, masked_layers
 
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -63,6 +67,21 @@ def test_on_a_cpu_attention_in_bf16_is_computed_in_fp32():
     assert [name for name, _ in model.named_parameters()] == names
     exact = _gradients(model.double(), tokens)
     assert (wide - exact).norm() <= 1.05 * (narrow - exact).norm()
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("gpt_oss", "debug_window"), ("llama4", "debug_scout")])
+def test_so_are_windows_chunks_and_sinks(family, flavor):
+    cpu, seen = torch.device("cpu"), []
+    model = get_trainer_family(family).build_model(get_family(family).flavors[flavor]).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    apply_masks(model, masked_layers(model, PerDocumentAttention, has_documents=False), cpu)
+    widen_attention_on_cpu([model], cpu)
+    for module in model.modules():
+        if isinstance(module, PerDocumentAttention | CausalAttention):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    model(torch.randint(2048, (1, 64))).sum().backward()
+    assert seen == [torch.float32] * len(model.layers)
 
 
 def test_a_run_on_a_cpu_has_it(monkeypatch):

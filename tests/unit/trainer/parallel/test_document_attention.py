@@ -11,19 +11,15 @@ from torch.nn.attention.varlen import varlen_attn
 
 from converters.families.registry import get_family
 from trainer.config.sections import Compile
+from trainer.models.llama3.model import CausalAttention
 from trainer.models.registry import get_trainer_family
-from trainer.parallel import document_attention
+from trainer.parallel import masked_attention
 from trainer.parallel.attention_backend import WideAttention
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions
-from trainer.parallel.document_attention import (
-    FlexAttention,
-    PerDocumentAttention,
-    VarlenAttention,
-    apply_document_attention,
-    choose_document_attention,
-    positions_in_documents,
-)
+from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
+from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
+from trainer.parallel.masked_attention import apply_masks, choose_masked_attention, masked_layers
 
 VARLEN_ASKS_FOR_GQA = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 takes fewer keys unasked
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 8
@@ -99,9 +95,18 @@ def test_reruns_are_bit_equal_on_several_threads():
 
 
 def test_torchs_own_checks_of_the_operation():
-    for scale in (None, 0.4):
+    sinks = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    for scale, window, own in ((None, None, None), (0.4, 3, sinks)):
         samples = inputs(16, torch.float64)
-        torch.library.opcheck(torch.ops.titan.attend_within_documents.default, (*samples, DOCUMENTS, scale))
+        torch.library.opcheck(
+            torch.ops.titan.attend_within_documents.default, (*samples, DOCUMENTS, own, window, scale)
+        )
+
+
+def mask_documents(model, kernel) -> None:
+    for layer in model.layers.values():
+        layer.attention.inner_attention = CausalAttention()
+    apply_masks(model, masked_layers(model, kernel, has_documents=True), torch.device("cpu"))
 
 
 @contextmanager
@@ -128,7 +133,7 @@ def test_compiled_code_is_made_once_for_all_documents():
 
 def test_the_layers_of_a_model_share_one_graph_for_all_batches():
     model = get_trainer_family("llama3").build_model(get_family("llama3").flavors["debug_gqa"])
-    apply_document_attention(model, PerDocumentAttention)
+    mask_documents(model, PerDocumentAttention)
     apply_compile(model, Compile(enable=True, backend="aot_eager"))
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     with one_graph():
@@ -227,7 +232,7 @@ def test_a_model_computes_the_same_with_each_kernel(family, flavor, monkeypatch)
             expected[0, start:stop] = model(tokens[:1, start:stop])[0]
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_sequence)
         for kernel in (PerDocumentAttention, FlexAttention, VarlenAttention):
-            apply_document_attention(model, kernel)
+            mask_documents(model, kernel)
             torch.testing.assert_close(model(tokens, positions, documents=DOCUMENTS), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -239,22 +244,22 @@ def test_a_context_rank_masks_head_and_tail(rank, kernel, monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     q, k, v = (x.detach() for x in inputs())
     monkeypatch.setattr("trainer.parallel.context.gather_sequence", lambda own, group: torch.cat((k, v), dim=-1))
-    attend, here = ContextParallelAttention(None, masked=kernel), head_tail_positions(LENGTH, rank, 2)
+    attend, here = ContextParallelAttention(None, masked=kernel()), head_tail_positions(LENGTH, rank, 2)
     found = attend(q[:, here], k[:, here], v[:, here], mask=attend.make_masks(DOCUMENTS))
     torch.testing.assert_close(found, dense(q, k, v)[:, here])
 
 
 def test_a_gpu_gets_the_kernel_that_is_asked_for():
-    assert choose_document_attention("flex", torch.device("cuda")) is FlexAttention
-    assert choose_document_attention("varlen", torch.device("cuda")) is VarlenAttention
-    assert {choose_document_attention(kernel, torch.device("cpu")) for kernel in ("flex", "varlen")} == {
+    assert choose_masked_attention("flex", torch.device("cuda")) is FlexAttention
+    assert choose_masked_attention("varlen", torch.device("cuda")) is VarlenAttention
+    assert {choose_masked_attention(kernel, torch.device("cpu")) for kernel in ("flex", "varlen")} == {
         PerDocumentAttention
     }
 
 
 def test_checkpointing_by_operation_keeps_what_the_kernels_return():
     FlexAttention(), VarlenAttention()
-    kept = {str(operation) for operation in document_attention.document_attention_operations()}
+    kept = {str(operation) for operation in masked_attention.masked_operations()}
     assert kept == {"titan.attend_within_documents.default", "torch_attn._varlen_attn.default", "flex_attention"}
 
 

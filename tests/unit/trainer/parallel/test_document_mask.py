@@ -11,8 +11,8 @@ from trainer.config.sections import Config, Model, Parallelism, Training
 from trainer.data.sample import DocumentRules
 from trainer.job import layout_problems, resolve, resolve_job
 from trainer.models import registry
-from trainer.parallel.document_attention import document_machine_problems
 from trainer.parallel.document_mask import attention_kernel, document_rules
+from trainer.parallel.masked_attention import masked_machine_problems
 
 LLAMA = get_family("llama3")
 FLEX, VARLEN = ("debugmodel_flex_attn", "8B_flex"), ("debugmodel_varlen_attn", "8B_varlen")
@@ -93,7 +93,37 @@ def test_a_model_that_takes_no_documents_is_refused(monkeypatch):
 def test_varlen_on_a_gpu_needs_16_bits():
     gpu, wide = torch.device("cuda"), Training(document_mask="offsets", mixed_precision_param="float32")
     config = Config(model=Model(attn_type="varlen"), training=wide)
-    (problem,) = document_machine_problems(config, LLAMA, gpu)
+    (problem,) = masked_machine_problems(config, LLAMA, gpu)
     assert "nearest: model.attn_type = flex" in problem
-    assert document_machine_problems(config, LLAMA, torch.device("cpu")) == []
-    assert document_machine_problems(replace(config, training=Training(document_mask="eos")), LLAMA, gpu) == []
+    assert masked_machine_problems(config, LLAMA, torch.device("cpu")) == []
+    assert masked_machine_problems(replace(config, training=Training(document_mask="eos")), LLAMA, gpu) == []
+
+
+def problems_of(family: str, flavor: str, attn_type: str | None = None, mask: str | None = None, **keys) -> list[str]:
+    config = Config(
+        model=Model(name=family, flavor=flavor, attn_type=attn_type),
+        parallelism=Parallelism(**keys),
+        training=Training(document_mask=mask),
+    )
+    return layout_problems(config, get_family(family).flavors[flavor], resolve(config.parallelism, 2))
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("gpt_oss", "debug_window"), ("llama4", "debug_scout")])
+def test_windows_chunks_and_sinks_need_the_kernel_with_documents_and_without(family, flavor):
+    split = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}
+    for mask in ("none", "offsets"):
+        assert problems_of(family, flavor, mask=mask) == problems_of(family, flavor, "flex", mask) == []
+        for keys in ({}, {"context_parallel_degree": 2}):
+            (problem,) = problems_of(family, flavor, "varlen", mask, **keys)
+            assert f"varlen's kernel computes no windows, chunks or sinks, which {family} has" in problem
+            assert problem.endswith("nearest: model.attn_type = flex")
+        (problem,) = (each for each in problems_of(family, flavor, mask=mask, **split) if "pytorch#161904" in each)
+        assert problem.endswith("nearest: schedule Interleaved1F1B")
+
+
+def test_without_triton_they_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    gpu, family = torch.device("cuda"), get_family("gpt_oss")
+    (problem,) = masked_machine_problems(Config(model=Model(name="gpt_oss", flavor="debug_window")), family, gpu)
+    assert "FlexAttention needs Triton" in problem and "varlen" not in problem
+    assert masked_machine_problems(Config(model=Model(flavor="debug_gqa")), LLAMA, gpu) == []

@@ -10,11 +10,11 @@ from tests.tiny_infer import load
 from tests.tiny_llama import write_llama
 from tests.watched_engine import ragged, run
 from titan_tools.infer.decoding import static_decode
-from titan_tools.infer.decoding.cache import StaticDecode
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Timings
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.decoding.static_decode import StaticDecoder
+from titan_tools.infer.decoding.steps import StaticDecode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,6 +18,7 @@ from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import static_decode
+from titan_tools.infer.decoding import steps as steps_file
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.model import compiling
 
@@ -69,7 +70,7 @@ def split_keys(monkeypatch):
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
     monkeypatch.setattr(cache_file, "_zeros", token_by_token)
-    monkeypatch.setattr(engine_file, "can_split", lambda *_: True)
+    monkeypatch.setattr(engine_file, "can_split", lambda *_, **named: True)
     return copied
 
 
@@ -96,8 +97,8 @@ def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes,
     """Rows begin, alone or several in one pass, go on, are taken up behind what they hold, copied and cut."""
     reference, model = pair
     copied = request.getfixturevalue("split_keys") if how == "split" else []
-    monkeypatch.setattr(cache_file, "_MOST_PADDING", 0 if how == "one by one" else 1000)
-    monkeypatch.setattr(cache_file, "copies_heads", lambda *_: how == "copied heads")
+    monkeypatch.setattr(steps_file, "_MOST_PADDING", 0 if how == "one by one" else 1000)
+    monkeypatch.setattr(steps_file, "copies_heads", lambda *_: how == "copied heads")
     modes = {"static": {"static": True}, "split": {"static": True}, "compiled": {"compile": True}}.get(how, {})
     engine = Engine(model, rows=5, room=ROOM, **modes, backend="aot_eager")
     draw = random.Random(1)
@@ -257,7 +258,7 @@ def test_room_takes_memory_when_it_is_used(pair):
     room = (8 << 30) // (2 * len(pair[1].body.layers) * heads_dim * 4)
     before = resident_bytes()  # of all tests before this one, which may be much
     engine = Engine(pair[1], rows=1, room=room)
-    assert engine.model.bytes_per_cached_token * room > 7 << 30
+    assert engine.model.cache_bytes(room) > 7 << 30
     engine.prefill(0, [1, 2, 3])
     assert resident_bytes() - before < 1 << 30
 

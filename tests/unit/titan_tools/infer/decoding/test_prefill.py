@@ -7,8 +7,8 @@ import torch
 
 from tests.tiny_families import write_tiny
 from tests.tiny_infer import load
-from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding.attention import copies_heads
 from titan_tools.infer.decoding.engine import Engine, RowTokens, num_common
 
 VOCAB_SIZE = 97
@@ -157,4 +157,4 @@ def test_a_row_takes_a_beginning_from_where_it_is_longest(pair):
 def test_fp32_attention_on_a_gpu_never_holds_the_scores_of_all_heads():
     """Only flash attention takes grouped heads there, and not in fp32."""
     kinds = [("cuda", torch.float32), ("cuda", torch.bfloat16), ("cpu", torch.float32), ("cpu", torch.bfloat16)]
-    assert [kind for kind in kinds if cache_file.copies_heads(*kind)] == [("cuda", torch.float32)]
+    assert [kind for kind in kinds if copies_heads(*kind)] == [("cuda", torch.float32)]

@@ -1,8 +1,11 @@
 """Weights kept as float8 codes with scales of blocks say what they say where they are dequantized while reading."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from converters.stored_blocks import BlocksSource
 from converters.weights import open_native
@@ -11,15 +14,17 @@ from tests.tiny_deepseek import write_deepseek
 from tests.tiny_experts import write_experts
 from tests.tiny_families import write_tiny
 from tests.tiny_infer import CPU, load
-from tests.tiny_llama import write_llama
+from tests.tiny_llama import write_llama, write_tokenizer
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import fp8_blocks
-from titan_tools.infer.model.experts import StoredExperts
-from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, block_product
+from titan_tools.infer.model.experts import RoutedExperts, SortedRows, StoredExperts
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, block_product, choose_products
 from titan_tools.infer.model.load import load_model
+from titan_tools.infer.model.stored_weight import StoredWeight
 
 PROMPT = [(37 * n + 11) % 97 for n in range(30)]
 NEXT = [5, 96, 0]
+TORCHS_SCALED_MM = F.scaled_mm
 MODELS = {  # some sizes are no multiple of a block's
     "qwen3": lambda f: write_tiny(f, "qwen3", numbers={"hidden_size": 192, "intermediate_size": 320}, std=0.05),
     "experts": lambda f: write_experts(f, hidden_size=192, moe_intermediate_size=160, intermediate_size=320),
@@ -49,7 +54,7 @@ def said_by(model, **options):
 
 
 def stored_weights(model):
-    return [each for each in model.body.modules() if isinstance(each, Fp8Weight | StoredExperts)]
+    return [each for each in model.body.modules() if isinstance(each, StoredWeight | StoredExperts)]
 
 
 def test_logits_are_those_of_dequantized_weights(folder):
@@ -78,7 +83,7 @@ def test_a_ranks_slice_has_the_values_of_the_whole(folder, rank):
     whole, part = load(folder), load_stored(folder, tp=2, rank=rank)
     layer, of_whole = part.body.layers["1"].attention, whole.body.layers["1"].attention
     weight = layer.wo.weight
-    assert isinstance(weight, Fp8Weight)
+    assert isinstance(weight, StoredWeight)
     expected = of_whole.wo.weight.chunk(2, dim=1)[rank]
     x = torch.randn(3, expected.shape[1])
     torch.testing.assert_close(F.linear(x, weight), F.linear(x, expected), rtol=1e-5, atol=1e-5)
@@ -98,31 +103,126 @@ def test_values_of_any_slice_are_those_of_the_formula(monkeypatch, start, tile):
         fp8_blocks.block_values(part.codes, part.scales, part.block, part.start), values[start[0] :, start[1] :]
     )
     identity = torch.eye(part.codes.shape[1])
-    assert torch.equal(F.linear(identity, Fp8Weight([part])), values[start[0] :, start[1] :].t().float())
+    assert torch.equal(F.linear(identity, StoredWeight([part])), values[start[0] :, start[1] :].t().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_product_is_that_of_the_values(dtype):
+    codes, scales = quantize(torch.randn(384, 256).bfloat16())
+    weight, x = StoredWeight([Fp8Slice((128, 128), (0, 0))]), torch.randn(3, 256, dtype=dtype)
+    (part,) = weight.slices
+    part.codes, part.scales, part.multiplies_codes = codes, scales, True
+    found = torch.compile(lambda x: F.linear(x, weight), backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert torch.equal(found, F.linear(x, dequantize(codes, scales, dtype=torch.bfloat16).to(dtype)))
 
 
 def scaled_mm(codes_BK, codes_KN, scales_Bk, kind, scales_kn, other, *, output_dtype):
-    """What a GPU's kernel computes."""
+    """What a GPU's kernel computes. torch checks on fake tensors what it takes."""
+    tensors = codes_BK, codes_KN, scales_Bk, scales_kn
+    with FakeTensorMode():
+        a, b, of_a, of_b = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in tensors)
+        TORCHS_SCALED_MM(a, b, of_a, kind, of_b, other, output_dtype=output_dtype)
     assert (kind.name, other.name, output_dtype) == ("BlockWise1x128", "BlockWise128x128", torch.bfloat16)
-    assert scales_Bk.stride() == (1, len(scales_Bk)) and codes_KN.stride(0) == 1
+    assert len(codes_BK) % 4 == 0, "cuBLAS refuses other numbers of rows"  # vllm-project/vllm#49932
     x = codes_BK.float() * scales_Bk.repeat_interleave(128, 1)
-    weight = codes_KN.float() * scales_kn.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    weight = codes_KN.float() * scales_kn.repeat_interleave(128, 0)[: len(codes_KN)].repeat_interleave(128, 1)
     return (x @ weight).to(output_dtype)
 
 
-def test_a_gpus_kernel_gets_the_codes_themselves(monkeypatch):
-    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    codes, scales = quantize(torch.randn(384, 256).bfloat16())
-    x = torch.randn(5, 256).bfloat16()
-    exact = x.float() @ dequantize(codes, scales, dtype=torch.float32).t()
-    found = block_product(x, codes, scales).float()
-    assert 0 < (found - exact).norm() < 0.05 * exact.norm()
-    weight = Fp8Slice((128, 128), (0, 0))
-    weight.codes, weight.scales = codes, scales
-    monkeypatch.setattr(fp8_blocks, "_fits_kernel", lambda *_: True)
-    assert not torch.equal(F.linear(x, Fp8Weight([weight])), found.bfloat16())
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The rows of each call of the kernel, where this machine is said to have it."""
+    rows = []
+
+    def counted(codes_BK, *args, **named):
+        rows.append(len(codes_BK))
+        return scaled_mm(codes_BK, *args, **named)
+
+    monkeypatch.setattr(F, "scaled_mm", counted)
     monkeypatch.setattr(fp8_blocks, "has_block_products", lambda device: True)
-    assert torch.equal(F.linear(x, Fp8Weight([weight])), found.bfloat16())
+    return rows
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("features", [128, 512, 640])
+def test_a_gpus_kernel_gets_the_codes_themselves(kernel_calls, rows, features):
+    codes, scales = quantize(torch.randn(384, features).bfloat16())
+    x = torch.randn(rows, features).bfloat16()
+    exact = x.float() @ dequantize(codes, scales, dtype=torch.float32).t()
+    found = block_product(x, codes, scales)
+    assert found.shape == exact.shape and 0 < (found.float() - exact).norm() < 0.05 * exact.norm()
+    weight = StoredWeight([Fp8Slice((128, 128), (0, 0))])
+    (part,) = weight.slices
+    part.codes, part.scales = codes, scales
+    choose_products(weight, torch.float32)
+    assert not torch.equal(F.linear(x, weight), found)
+    choose_products(weight, torch.bfloat16)
+    assert torch.equal(F.linear(x, weight), found)
+    assert kernel_calls == 2 * [-(-rows // 4) * 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "start"),
+    [
+        ((200, 256), (128, 128), (0, 0)),
+        ((256, 200), (128, 128), (0, 0)),
+        ((256, 256), (128, 64), (0, 0)),
+        ((256, 256), (128, 128), (64, 0)),
+    ],
+)
+def test_parts_of_blocks_are_multiplied_as_values(kernel_calls, shape, block, start):
+    weight = Fp8Slice(block, start)
+    weight.codes = torch.zeros(shape, dtype=torch.float8_e4m3fn)
+    choose_products(weight, torch.bfloat16)
+    assert not weight.multiplies_codes
+
+
+def stacked(num, rows, features):
+    """A slice of `num` experts, and their values."""
+    parts = [quantize(torch.randn(rows, features).bfloat16()) for _ in range(num)]
+    part = Fp8Slice((128, 128), (0, 0))
+    part.codes, part.scales = (torch.stack(each) for each in zip(*parts, strict=True))
+    return part, torch.stack([dequantize(*one, dtype=torch.float32) for one in parts])
+
+
+def test_a_gpus_kernel_gets_the_codes_of_the_experts_that_have_rows(kernel_calls):
+    gate, gates = stacked(5, 256, 384)
+    up, ups = stacked(5, 256, 384)
+    experts, ids_TK = StoredExperts([gate, up]), torch.tensor([[3, 0], [1, 3], [3, 1]])
+    choose_products(experts, torch.bfloat16)
+    rows = SortedRows(ids_TK, 5)
+    x = torch.randn(len(ids_TK), 384).bfloat16()
+    found = rows.of_tokens(experts.multiply(rows.of_experts(x), rows))
+    assert kernel_calls == 6 * [4]  # gate and up of experts 0, 1 and 3
+    ids_R, x_R = ids_TK.flatten(), x.repeat_interleave(2, 0)
+    exact = torch.einsum("rk,rnk->rn", x_R.float(), torch.cat((gates, ups), 1)[ids_R])
+    assert 0 < (found.float() - exact).norm() < 0.05 * exact.norm()
+    assert torch.equal(experts.multiply_chosen(x_R, ids_R), found)
+    assert kernel_calls == (6 + 2 * len(ids_R)) * [4]
+
+
+@pytest.fixture(scope="module")
+def whole_blocks(tmp_path_factory):
+    """A folder in which only kv_a has parts of blocks, as V3."""
+    place = tmp_path_factory.mktemp("whole")
+    numbers = {"hidden_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128}
+    heads = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "intermediate_size": 256}
+    write_deepseek(place / "plain", vocab_size=320, std=0.04, **numbers, **heads)
+    write_tokenizer(write_fp8(place / "fp8", place / "plain"))
+    return place / "fp8"
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_model_on_a_gpu_multiplies_codes(monkeypatch, kernel_calls, whole_blocks, is_recorded):
+    expected = said_by(load(whole_blocks, dtype=torch.bfloat16)).float()
+    monkeypatch.setattr(RoutedExperts, "_needs_fixed_shapes", lambda *_: is_recorded)
+    model = load_stored(whole_blocks, dtype=torch.bfloat16)
+    slices = [each for each in model.body.modules() if isinstance(each, Fp8Slice)]
+    assert {each.codes.shape[-2:] for each in slices if not each.multiplies_codes} == {(136, 256)}  # kv_a
+    found = said_by(model, static=is_recorded).float()
+    similarity = F.cosine_similarity(found, expected)
+    assert kernel_calls and 0.99 < similarity.min() < 1
 
 
 @pytest.mark.parametrize("fault", [None, "scales of another block", "not there"])
@@ -130,12 +230,23 @@ def test_a_kernel_is_tried_before_it_is_used(monkeypatch, fault):
     def kernel(codes_BK, codes_KN, scales_Bk, kind, scales_kn, other, **named):
         if fault == "not there":
             raise RuntimeError("only for CUDA 12.9")
-        scales_kn = scales_kn.roll(1, 1) if fault else scales_kn
+        if fault:
+            scales_kn = scales_kn.t().roll(1, 1).t()
         return scaled_mm(codes_BK, codes_KN, scales_Bk, kind, scales_kn, other, **named)
 
     monkeypatch.setattr(F, "scaled_mm", kernel)
     assert fp8_blocks.block_products_are_right(CPU) == (fault is None)
     assert not fp8_blocks.has_block_products(CPU)
+
+
+@pytest.mark.parametrize("how", [None, "stored", "float8"])
+def test_the_command_tells_stored_weights_from_others(titan, whole_blocks, how):
+    ask = ("infer", whole_blocks, "--prompt", "def main(", "--max-new-tokens", 2)
+    if how:
+        ask += ("--quantize", how)
+    stats = json.loads(titan(*ask, "--json").stdout)["stats"]
+    assert (stats["quantize"], stats["dtype"]) == (how, "float8" if how else "float32")
+    assert ("float8 as stored" in titan(*ask).stderr) == (how == "stored")
 
 
 def test_a_checkpoint_without_stored_codes_is_refused(titan, tmp_path):

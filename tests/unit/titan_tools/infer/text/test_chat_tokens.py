@@ -75,7 +75,13 @@ def test_private_characters_in_messages_survive(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("chatml", "<|im_end|>"), ("qwen3", "<|im_end|>"), ("llama31", "<|eot_id|>"), ("mistral", "</s>")],
+    [
+        ("chatml", "<|im_end|>"),
+        ("qwen3", "<|im_end|>"),
+        ("llama31", "<|eot_id|>"),
+        ("llama4", "<|eot|>"),
+        ("mistral", "</s>"),
+    ],
 )
 def test_the_token_behind_an_answer_ends_a_turn(tmp_path, name, expected):
     folder = write_tokenizer(tmp_path / "tokenizer", TEMPLATES[name])

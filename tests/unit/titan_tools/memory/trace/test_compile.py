@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.backends import common as backends
 from torch._dynamo.device_interface import CudaInterface
+from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
 from converters.errors import UnsupportedError
@@ -25,6 +26,7 @@ from trainer.gpus import GPUS
 from trainer.job import Job, resolve
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
+from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -215,6 +217,20 @@ def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(m
     assert len(compiled) == 1  # also for a rank's second stage
     assert traces[1] == capture(Job.of(config, args, dims), rank=2, kernels=Kernels(), num_steps=1)
     assert len(compiled) == 2
+
+
+@pytest.mark.skipif(not SHARDS_WITH_LAYER, reason="this torch does not compile layers with expert parallelism")
+@pytest.mark.parametrize("degrees", [{}, pytest.param(TP, marks=pytest.mark.slow)], ids=["ep", "ep, tp"])
+def test_ranks_of_a_pipeline_share_a_compiled_layer_with_experts(degrees):
+    """The group of a rank's experts has another name in each stage of the pipeline."""
+    pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B", "expert_parallel_degree": 2}
+    config = _layout("", 4, pipeline | degrees, "eager").config("qwen3/debug_moe")
+    config = replace(config, compile=replace(config.compile, components=("model",)))
+    job = Job.of(config, args_of("qwen3/debug_moe"), resolve(config.parallelism, 4))
+    counters.clear()
+    with share_compiled_code(config):
+        trace_ranks(job, kernels=Kernels(), num_steps=1)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_code_is_kept_within_a_job_as_many_variants_as_its_captures_make_and_forgotten_afterwards():

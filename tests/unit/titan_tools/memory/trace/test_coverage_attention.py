@@ -81,6 +81,19 @@ def test_only_varlen_pads_narrower_values_on_a_gpu(attention, mask, attn_type, n
     assert sizes.count(2 * LENGTH * args.num_heads * 40 * 2) == num_wide
 
 
+def test_flex_attentions_result_is_kept_beside_the_one_that_sinks_scale():
+    """On a CPU one operation computes the scaled one."""
+    args = replace(args_of("gpt_oss_experts/debug_window"), num_layers=1, head_dim=40)
+    training = {"seq_len": LENGTH, "local_batch_size": 2, "mixed_precision_param": "bfloat16"}
+    config = Layout("sinks", 1, {}, training).config("gpt_oss_experts/debug_window")
+    job, num_wide = Job.of(config, args, resolve(config.parallelism, 1)), {}
+    for device in ("cuda", "cpu"):
+        trace = capture(job, rank=0, kernels=Kernels(device=device), num_steps=1)
+        sizes = [b.num_bytes for b in trace.blocks if b.point.phase == "forward" and b.point.module == "layers.0"]
+        num_wide[device] = sizes.count(2 * LENGTH * args.num_heads * 40 * 2)
+    assert num_wide["cuda"] == num_wide["cpu"] + 1
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "num_bytes"),
     [

@@ -1,0 +1,142 @@
+"""Which inner attention each layer has, and the masks of a forward pass: of documents, windows, chunks and sinks.
+
+Masks are made once per forward pass, one for each window and chunk that layers have, from the documents of the batch or
+microbatch at hand, and go to every layer as an argument: so recomputation and interleaved microbatches of a pipeline
+always have their own.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from converters.families.base import Family, GroupedQuery
+from trainer.config.sections import Config
+from trainer.models.llama3.model import PLAIN
+from trainer.parallel.context import ContextParallelAttention, MaskedAttention
+from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents
+from trainer.parallel.document_mask import attention_kernel, document_rules, needs_masks
+from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
+
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
+
+_Reach = tuple[int | None, int | None]  # window and chunk
+
+
+def choose_masked_attention(kernel: str, device: torch.device) -> Callable[[int | None], MaskedAttention]:
+    """The module class for `flex` or `varlen` on this device; a module takes the layer's window."""
+    if device.type != "cuda":
+        return PerDocumentAttention
+    return VarlenAttention if kernel == "varlen" else FlexAttention
+
+
+def masked_layers(
+    model: "Transformer", masked: Callable[[int | None], MaskedAttention], *, has_documents: bool
+) -> dict[str, MaskedAttention]:
+    """The attentions of layers that need masks, by number: all with documents, else those of windows, chunks, sinks."""
+    kinds = {number: _kind(layer) for number, layer in model.layers.items()}
+    return {n: masked(kind.window) for n, kind in kinds.items() if has_documents or kind.needs_mask}
+
+
+class OneOfMasks(nn.Module):
+    """An inner attention with its own of the masks of all layers, if it has one."""
+
+    def __init__(self, attend: nn.Module, number: int):
+        super().__init__()
+        self.attend, self.number = attend, number
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Any, ...], **others: Any) -> Tensor:
+        own = mask[self.number]
+        given = {} if own is None else {"mask": own}
+        out_BLNH: Tensor = self.attend(q_BLNH, k_BLKH, v_BLKH, **given, **others)
+        return out_BLNH
+
+
+def apply_masks(
+    model: "Transformer",
+    masked: Mapping[str, MaskedAttention],
+    device: torch.device,
+    *,
+    positions_restart: bool = True,
+) -> None:
+    """Make the model compute with `masked`, and make the masks. After context parallelism.
+
+    `positions_restart`: those of tokens do in each document, and chunks with them.
+    """
+    makers: dict[_Reach | None, tuple[int, Callable[[Tensor], Any] | None]] = {}
+    cp = 1
+    for number, layer in model.layers.items():
+        attention: Any = layer.attention
+        reach: _Reach | None = None
+        maker: Callable[[Tensor], Any] | None = None
+        inner = attention.inner_attention
+        if number in masked:
+            reach = (_kind(layer).window, _kind(layer).chunk)
+            if isinstance(inner, ContextParallelAttention):
+                cp, maker = inner.cp, inner.make_masks
+            else:
+                inner, maker = masked[number], _of_whole_sequences(masked[number])
+        place, _ = makers.setdefault(reach, (len(makers), maker))
+        attention.inner_attention = OneOfMasks(inner, place)
+    static: dict[int, tuple[Any, ...]] = {}
+
+    def make(documents_BS: Tensor) -> tuple[Any, ...]:
+        def of_reach(reach: _Reach | None, maker: Callable[[Tensor], Any] | None) -> Any:
+            if reach is None or maker is None:
+                return None
+            _, chunk = reach
+            if chunk is None:
+                return maker(documents_BS)
+            return maker(chunks_of_documents(documents_BS, chunk, positions_restart=positions_restart))
+
+        return tuple(of_reach(reach, maker) for reach, (_, maker) in makers.items())
+
+    def make_mask(documents_BS: Tensor | None, num_tokens: int = 0) -> tuple[Any, ...]:
+        if documents_BS is not None:
+            return make(documents_BS)
+        if num_tokens not in static:
+            static[num_tokens] = make(torch.zeros(1, num_tokens * cp, dtype=torch.int32, device=device))
+        return static[num_tokens]
+
+    model.make_mask = make_mask
+
+
+def _kind(layer: nn.Module) -> GroupedQuery:
+    kind = getattr(layer.attention, "kind", PLAIN)
+    assert isinstance(kind, GroupedQuery)
+    return kind
+
+
+def _of_whole_sequences(attend: MaskedAttention) -> Callable[[Tensor], Any]:
+    return lambda documents_BS: attend.make_mask(documents_BS, num_queries=documents_BS.shape[1])
+
+
+def masked_machine_problems(config: Config, family: Family, device: torch.device) -> list[str]:
+    """varlen's kernel is flash attention, which has no fp32; FlexAttention is Triton code."""
+    has_documents = document_rules(config, family).mask != "none"
+    needs_flex = needs_masks(family, family.flavors[config.model.flavor])
+    if device.type != "cuda" or not (has_documents or needs_flex):
+        return []
+    if attention_kernel(config, family) == "varlen":
+        if config.training.mixed_precision_param != "float32":
+            return []
+        return ["attention within documents by varlen computes in bfloat16; nearest: model.attn_type = flex"]
+    from torch.utils._triton import has_triton
+
+    if has_triton():
+        return []
+    nearest = "install triton, which torch's wheels for CUDA require" if needs_flex else "attn_type = varlen"
+    return [f"FlexAttention needs Triton, which is not installed; nearest: {nearest}"]
+
+
+def masked_operations() -> list[Any]:
+    """Those of the modules made so far: results that are worth keeping when a layer is recomputed."""
+    kept: list[Any] = [torch.ops.titan.attend_within_documents.default]
+    if "torch.nn.attention.varlen" in sys.modules:  # importing what no layer uses takes seconds
+        kept.append(torch.ops.torch_attn._varlen_attn.default)
+    if "torch.nn.attention.flex_attention" in sys.modules:
+        kept.append(sys.modules["torch._higher_order_ops.flex_attention"].flex_attention)
+    return kept
