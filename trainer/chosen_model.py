@@ -50,7 +50,7 @@ def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
 
 def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) -> None:
     """Raise CheckpointError where initial weights are not in a form that checkpoint.initial_load_in_hf… accept."""
-    if settings.initial_load_in_hf and weights.naming not in ("hf", "hf_fused"):
+    if settings.initial_load_in_hf and not weights.naming.startswith("hf"):
         raise CheckpointError(
             f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
             hint="without that key the format is detected",

@@ -21,6 +21,8 @@ from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_gpt_oss import CONFIG, NUMBERS, dequantize, quantize, read_folder, save, write_gpt_oss, write_mxfp4
 from tests.unit.converters.samples import load_dcp
+from trainer.chosen_model import refuse_other_form
+from trainer.config.sections import Checkpoint
 
 MATRICES = ("gate_up_proj", "down_proj")
 MXFP4 = OutputOptions(quantize="mxfp4")
@@ -428,3 +430,16 @@ def test_openai_s_config_of_the_published_20b():
             read_hf_config(config_of(FLAVORS["20b"]) | {"rms_norm_eps": 1e-6, "tie_word_embeddings": True})[1]
         )
     assert "norm_eps: 1e-06" in caught.value.message and "tied: True" in caught.value.message
+
+
+def test_training_starts_from_mxfp4_where_it_is_asked_to(root):
+    asked = {"initial_load_in_hf": True, "initial_load_in_hf_quantized": True}
+    with open_native(root / "mx", dequantized="float32") as weights:
+        refuse_other_form(weights, root / "mx", Checkpoint(**asked))
+        fqn = "layers.1.moe.experts.mlp1_weight"
+        assert weights.tensors[fqn].dtype == "float32"
+        expected = values_of(root / "mx")["model.layers.1.mlp.experts.gate_up_proj"].mT.float()
+        assert torch.equal(torch.from_numpy(weights.read(fqn)), expected)
+        for given in ({}, asked | {"initial_load_in_hf_quantized": False}):
+            with pytest.raises(CheckpointError, match="holds 6 weights in mxfp4"):
+                refuse_other_form(weights, root / "mx", Checkpoint(**given))

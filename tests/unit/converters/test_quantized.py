@@ -93,6 +93,7 @@ def test_inspect_says_how(fp8, plain):
     assert found.quantization == {
         "method": "fp8",
         "weight_block_size": [128, 128],
+        "codes": "e4m3",
         "power_of_two_scales": False,
         "num_weights": len(codes),
         "weight_bytes": sum(t.nbytes for t in codes),
