@@ -10,6 +10,7 @@ from tests.fp8_folders import dequantize, quantize, write_fp8
 from tests.tiny_deepseek import write_deepseek
 from tests.tiny_infer import load
 from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.products import can_attend_by_products
 from titan_tools.infer.model.experts import SortedRows, StoredExperts
 from titan_tools.infer.model.fp8_blocks import Fp8Slice, choose_products, has_block_products
 from titan_tools.infer.model.load import load_model
@@ -86,6 +87,13 @@ def test_latents_say_the_same_on_a_gpu(folder):
     torch.testing.assert_close(
         said_by(load(folder, device=GPU)), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
     )
+
+
+def test_latents_are_multiplied_in_bfloat16_too(folder):
+    assert can_attend_by_products(GPU, torch.bfloat16)
+    expected = said_by(load(folder, dtype=torch.bfloat16)).float()
+    found = said_by(load(folder, dtype=torch.bfloat16, device=GPU)).float()
+    assert F.cosine_similarity(found, expected).min() > 0.99
 
 
 def test_stored_weights_say_nearly_the_same(folder):

@@ -66,6 +66,18 @@ def test_flex_attention_gives_the_result_and_the_gradients(kind, dtype):
             assert (mine.cpu().double() - other).norm() <= bound * other.norm()
 
 
+def test_no_sequence_length_is_computed_with_all_scores_in_memory():
+    """Dynamo gives up compiling after a number of versions."""
+    attend = FlexAttention(KINDS[0].window)
+    for length in range(4096, 4096 + 12 * 128, 128):
+        q, k = (torch.randn(1, length, heads, HEAD_DIM, device=GPU, dtype=torch.bfloat16) for heads in (HEADS, 2))
+        mask = attend.make_mask(torch.zeros(1, length, dtype=torch.int32, device=GPU), num_queries=length)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend(q, k, k, mask, sinks_N=torch.zeros(HEADS, device=GPU))
+        assert torch.cuda.max_memory_allocated() - before < HEADS * length**2
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_context_rank_computes_its_part(kind, rank, monkeypatch):

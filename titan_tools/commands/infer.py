@@ -193,7 +193,7 @@ def infer(
         _Quantize | None,
         typer.Option(
             help="Round the weights of linear layers and experts to 8 bits; stored: keep a checkpoint's own float8 "
-            "weights. Default: off.",
+            "or mxfp4 weights. Default: off.",
             show_default=False,
         ),
     ] = None,

@@ -128,7 +128,8 @@ def load_for_inference(
         checkpoint: as for `titan infer`; of a training run's folder the newest complete step is loaded.
         dtype: of the computation (default: the checkpoint's own).
         device: default: the GPU if there is one, else the CPU.
-        quantize: round the weights of linear layers and experts to 8 bits; "stored": keep a checkpoint's float8.
+        quantize: round the weights of linear layers and experts to 8 bits; "stored": keep a checkpoint's float8
+            or mxfp4.
         compile: compile the decode step.
         context: tokens of the longest sequence (default: the model's context, at most 8192).
         model_from: folder with the model's config and tokenizer, where the checkpoint lacks them.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from titan_tools.infer.decoding.attention import attention_kernels
 from titan_tools.infer.decoding.cache import CacheStep, KVCache, attach_cache
+from titan_tools.infer.decoding.products import can_attend_by_products
 from titan_tools.infer.decoding.sampling import likeliest
 from titan_tools.infer.decoding.static_decode import StaticDecoder, can_split
 from titan_tools.infer.decoding.steps import Decode, Prefill, Span, StaticDecode
@@ -110,6 +111,7 @@ class Engine:
                 model.dtype,
                 records=on_gpu,
                 splits=can_split(model.device, model.dtype, model.head_dim, sinks=model.has_sinks),
+                by_products=model.latent is not None and can_attend_by_products(model.device, model.dtype),
             )
         if on_gpu and model.quantized:  # compile the product of one row now, not during the first token
             self.prefill(0, [0])

@@ -52,14 +52,14 @@ class SplitKeys:
             q_BNH = q_BNH.repeat_interleave(2, dim=1)
         cached = layer.keys_RKTH, layer.values_RKTH
         keys, values = (one_RKTH[: self.num].transpose(1, 2).flatten(0, 1) for one_RKTH in cached)
-        out_BNH: Tensor
-        out_BNH, lse = torch.ops.aten._flash_attention_forward(
+        found = torch.ops.aten._flash_attention_forward(
             q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
             scale=layer.scale, seqused_k=self.num_keys_B,
-        )[:2]  # fmt: skip
+        )  # fmt: skip
+        out_BNH: Tensor = found[0]
         if sinks_N is not None:
             sinks_N = sinks_N.repeat_interleave(2) if is_alone else sinks_N
-            lse_BN = sums_by_row(lse, self.num, layer.keys_RKTH.shape[1])
+            lse_BN = sums_by_row(found[1], self.num, layer.keys_RKTH.shape[1])
             out_BNH = with_share(out_BNH, lse_BN, sinks_N)
         return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
 
@@ -141,7 +141,8 @@ def _start_reading(found_2B: Tensor) -> tuple[Tensor, Any]:
 
 
 class StaticDecoder:
-    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys.
+    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys,
+    `by_products`: with MaskedKeys that are multiplied.
 
     Rows and keys are padded to the next power of two, so that there are few shapes to record.
     """
@@ -155,10 +156,11 @@ class StaticDecoder:
         *,
         records: bool,
         splits: bool,
+        by_products: bool = False,
     ):
         self._forward, self._cache, self._device, self._dtype = forward, cache, device, dtype
         self._steps: dict[tuple[int, int], tuple[StaticDecode, Callable[[], Tensor]]] = {}
-        self._records, self._splits = records, splits
+        self._records, self._splits, self._by_products = records, splits, by_products
         self._ahead: tuple[_Launched, Sequence[int], Sequence[int]] | None = (
             None  # with the tokens and lengths it is for
         )
@@ -220,7 +222,7 @@ class StaticDecoder:
     def _key_range(self, num: int, length: int, reach: Reach) -> KeyRange:
         if self._splits:
             return SplitKeys(num=num, length=length, room=reach.size, device=self._device)
-        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)
+        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype, by_products=self._by_products)
 
     def _record(self, step: StaticDecode, lengths: Sequence[int]) -> Callable[[], Tensor]:
         def run() -> Tensor:

@@ -20,6 +20,7 @@ from titan_tools.infer.decoding.attention import (
     with_sinks,
 )
 from titan_tools.infer.decoding.cache import LayerCache, Mark
+from titan_tools.infer.decoding.products import attend_by_products, fits
 from titan_tools.infer.decoding.sampling import likeliest
 from titan_tools.infer.model.reach import Reach
 
@@ -309,10 +310,13 @@ class StaticDecode:
 
 
 class MaskedKeys:
-    """The first `length` slots of each row, with a mask for those that it does not see."""
+    """The first `length` slots of each row, with a mask for those that it does not see.
 
-    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype):
-        self.num, self.dtype = num, dtype
+    `by_products`: of a cache in which all query heads share one key; see `products.py`.
+    """
+
+    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype, by_products: bool = False):
+        self.num, self.dtype, self.by_products = num, dtype, by_products
         self.columns = torch.arange(length, device=device)
         self.bias_B11T: Tensor | None = None
 
@@ -326,7 +330,12 @@ class MaskedKeys:
 
     def attend(self, q_B1NH: Tensor, layer: LayerCache, sinks_N: Tensor | None) -> Tensor:
         assert self.bias_B11T is not None
-        index = (slice(self.num), slice(None), slice(self.bias_B11T.shape[3]))
+        length = self.bias_B11T.shape[3]
+        if self.by_products and not torch.compiler.is_compiling() and fits(q_B1NH, length):
+            keys_BTH, values_BTH = (c[: self.num, 0, :length] for c in (layer.keys_RKTH, layer.values_RKTH))
+            out_BNH = attend_by_products(q_B1NH[:, 0], keys_BTH, values_BTH, self.bias_B11T[:, 0], layer.scale)
+            return out_BNH.unsqueeze(1)
+        index = (slice(self.num), slice(None), slice(length))
         return _attend_index(q_B1NH, layer, index, self.bias_B11T, sinks_N)
 
 

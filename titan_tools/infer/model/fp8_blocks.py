@@ -91,13 +91,16 @@ def block_values(codes: Tensor, scales: Tensor, block: tuple[int, int], start: t
 
 def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
     """The products with the rows of a slice, one after another."""
-    if weight.multiplies_codes and not torch.compiler.is_compiling():  # the compiler makes values in registers
+    num_rows, num_features = weight.codes.shape
+    if torch.compiler.is_compiling():  # it makes values in registers
+        yield F.linear(x_BK, weight.values(slice(0, num_rows)).to(x_BK.dtype))
+        return
+    if weight.multiplies_codes:
         yield block_product(x_BK, weight.codes, weight.scales)
         return
     dtype = x_BK.dtype
     if not multiplies(dtype, x_BK.device):
         x_BK = x_BK.float()
-    num_rows, num_features = weight.codes.shape
     most = BLOCK_ELEMENTS if x_BK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
     step = max(1, most // max(1, num_features) // weight.block[0]) * weight.block[0]
     first = step - weight.start[0] if num_rows > step else num_rows  # so that the others begin at a block

@@ -9,6 +9,7 @@ blocks of K.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
 import torch
@@ -64,8 +65,16 @@ class Mxfp4Slice(nn.Module):
         num_rows = self.codes.shape[-3]
         most = BLOCK_ELEMENTS if x_BK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
         step = max(1, most // max(1, x_BK.shape[-1]))
-        for start in range(0, max(1, num_rows), step):
-            values_NK = block_values(self.codes[start : start + step], self.scales[start : start + step])
+        uses_threads = x_BK.device.type == "cpu" and not torch.compiler.is_compiling() and num_rows > step
+        uses_threads = uses_threads and torch.get_num_threads() > 1
+        if uses_threads:  # one part for each
+            step = max(step, -(-num_rows // torch.get_num_threads()))
+        starts = range(0, max(1, num_rows), step)
+
+        def values_from(start: int) -> Tensor:
+            return block_values(self.codes[start : start + step], self.scales[start : start + step])
+
+        for values_NK in _threads().map(values_from, starts) if uses_threads else map(values_from, starts):
             yield F.linear(x_BK, values_NK.to(x_BK.dtype)).to(dtype)
 
     def chosen_products(self, x_RK: Tensor, ids_R: Tensor) -> Tensor:
@@ -79,6 +88,12 @@ class Mxfp4Slice(nn.Module):
         """Zeros before and behind the features, so that they are those of whole blocks."""
         behind = self.codes.shape[-2] * BLOCK - self.start - self.columns
         return F.pad(x_BK, (self.start, behind)) if self.start or behind else x_BK
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """As many as torch uses: numpy reads its table with one, and without Python's lock."""
+    return ThreadPoolExecutor(torch.get_num_threads())
 
 
 def block_values(codes_Nk: Tensor, scales_Nk: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tests.tiny_experts import write_experts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_gpt_oss import write_gpt_oss
 from tests.tiny_infer import complete, load
+from tests.tiny_llama4 import write_llama4
 from titan_tools.infer.model.linear import PackedWeight
 
 VOCAB = 302  # 256 bytes and what Llama 3's special tokens need
@@ -41,6 +42,8 @@ MODELS = {
     "deepseek v3": ("v3", {}),
     "deepseek v2, lite": ("v2_lite", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "llama 4, scout": ("scout", {}),
+    "llama 4, maverick": ("maverick", {}),
 }
 LONG = {
     "llama 3.1 past 8192": ("llama3", {"rope_scaling": SCALING, "max_position_embeddings": 131072}),
@@ -71,6 +74,8 @@ class Known:
             self.model = write_deepseek(folder, name, **NUMBERS | numbers)
         elif name == "gpt_oss":
             self.model = write_gpt_oss(folder, dtype="float32", **NUMBERS | numbers)
+        elif name in ("scout", "maverick"):
+            self.model = write_llama4(folder, name, **NUMBERS | numbers | {"num_hidden_layers": 5})
         else:
             self.model = write_tiny(folder, name, numbers=NUMBERS | numbers)
         write_byte_ranks(folder / "tokenizer.model")  # Meta's and torchtune's code open no other
@@ -78,7 +83,8 @@ class Known:
 
     def said(self, num_new):
         if num_new not in self._said:
-            batch = 1 if self.called in LONG else len(PROMPTS)
+            # transformers counts padding as tokens of Llama 4's chunks, and in its temperature
+            batch = 1 if self.called in LONG or self.called.startswith("llama 4") else len(PROMPTS)
             self._said[num_new] = greedy(self.model, self.prompts, num_new, batch=batch)
         return self._said[num_new]
 
@@ -122,7 +128,7 @@ def in_forms(models, forms=tuple(FORMS)):
     def can_hold(model, form):
         if model.startswith("deepseek"):  # torchtitan has had no other names for it
             return not FORMS[form].llama_only and form not in ("torchtitan, model. prefix", "torchtitan, qkv_linear")
-        if model == "gpt-oss":  # checkpoint_forms.py knows no names of torchtitan for it
+        if model.startswith(("gpt-oss", "llama 4")):  # checkpoint_forms.py knows no names of torchtitan for them
             return not FORMS[form].llama_only and not form.startswith("torchtitan")
         return model.startswith("llama") or not FORMS[form].llama_only
 

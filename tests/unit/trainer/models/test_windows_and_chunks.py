@@ -115,7 +115,7 @@ def test_positions_of_windows_chunks_and_temperatures_are_those_of_the_document(
         assert (found - wanted).abs().max() <= bound_of(name, tokens)
 
 
-@pytest.mark.parametrize("name", ["debug_window", "debug_scout"])
+@pytest.mark.parametrize("name", ["debug_window", pytest.param("debug_scout", marks=pytest.mark.slow)])
 def test_layers_of_one_attention_share_compiled_code(name):
     """One graph for each kind, for a batch of documents or of none; results are those of the model as it is."""
     model = copy.deepcopy(masked(name)).requires_grad_(False)

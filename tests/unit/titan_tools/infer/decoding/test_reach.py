@@ -277,6 +277,9 @@ def test_the_window_of_every_position():
             slots[p % 5] = p
             last = int(reach.last_slot(torch.tensor(p)))
             assert sorted(slots[s] for s in range(last + 1)) == [*seen(p)] and reach.num_seen(p) == len(seen(p))
+            for num in range(1, p + 2):
+                before = [q for q in seen(num) if q < num]
+                assert reach.holds(num, written=p + 1) == all(slots[q % 5] == q for q in before)
         for start in range(12):
             parts = [*reach.pieces(start, 23)]
             assert [q for _, begin, end in parts for q in range(begin, end)] == [*range(start, 23)]

@@ -106,6 +106,17 @@ def test_values_of_any_slice_are_those_of_the_formula(monkeypatch, start, tile):
     assert torch.equal(F.linear(identity, StoredWeight([part])), values[start[0] :, start[1] :].t().float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_product_is_that_of_the_values(dtype):
+    codes, scales = quantize(torch.randn(384, 256).bfloat16())
+    weight, x = StoredWeight([Fp8Slice((128, 128), (0, 0))]), torch.randn(3, 256, dtype=dtype)
+    (part,) = weight.slices
+    part.codes, part.scales, part.multiplies_codes = codes, scales, True
+    found = torch.compile(lambda x: F.linear(x, weight), backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+    assert torch.equal(found, F.linear(x, dequantize(codes, scales, dtype=torch.bfloat16).to(dtype)))
+
+
 def scaled_mm(codes_BK, codes_KN, scales_Bk, kind, scales_kn, other, *, output_dtype):
     """What a GPU's kernel computes. torch checks on fake tensors what it takes."""
     tensors = codes_BK, codes_KN, scales_Bk, scales_kn

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from tests.tiny_deepseek import NUMBERS, write_deepseek
-from tests.tiny_infer import load
+from tests.tiny_infer import CPU, load
+from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding import products
+from titan_tools.infer.decoding import steps as steps_file
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.model import linear
 from titan_tools.infer.model import load as load_file
@@ -74,6 +77,39 @@ def test_a_step_of_fixed_shapes_says_the_same(v3, rows):
     found = said_by(load(v3.folder, packed=False), rows=rows, compile=True, backend="eager")
     torch._dynamo.reset()
     v3.assert_near(found)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_recorded_step_by_products_says_the_same(v3, monkeypatch, rows):
+    """As on a GPU; on a CPU in fp32."""
+    lengths, attend = [], steps_file.attend_by_products
+
+    def noted(q_BNH, *args):
+        lengths.append(len(q_BNH))
+        return attend(q_BNH, *args)
+
+    monkeypatch.setattr(steps_file, "attend_by_products", noted)
+    monkeypatch.setattr(engine_file, "can_attend_by_products", lambda *_: True)
+    v3.assert_near(said_by(load(v3.folder), rows=rows, static=True))
+    assert set(lengths) == {rows}
+    lengths.clear()
+    monkeypatch.setattr(products, "_MOST_SCORES", 0)  # more scores than that are left to SDPA
+    v3.assert_near(said_by(load(v3.folder), rows=rows, static=True))
+    assert not lengths
+
+
+@pytest.mark.parametrize("fault", [None, "no scale", "not there"])
+def test_products_are_tried_before_they_are_used(monkeypatch, fault):
+    product = products._in_fp32
+
+    def faulty(left, right):
+        if fault == "not there":
+            raise RuntimeError("no such product")
+        return product(left, right) * (24 if fault else 1)
+
+    monkeypatch.setattr(products, "_in_fp32", faulty)
+    assert products._is_right(CPU, torch.float32) == (fault is None)
+    assert not products.can_attend_by_products(CPU, torch.float32)
 
 
 def test_packed_weights_say_the_same(v3, monkeypatch):
