@@ -121,9 +121,9 @@ IN_TURN = [  # GPT-OSS and Llama 4 in every axis, pair of axes and way of recomp
     Layout("cp 2 pp 2", 4, {PP: 2, CP: 2, MICROBATCH: 2}),
     Layout("tp 2 pp 2", 4, {TP: 2, PP: 2, MICROBATCH: 2}),
 ]
-OF_STAGES = [
+OF_STAGES = [  # without a split backward, which masks do not take
     Layout("Interleaved1F1B ep 2", 4, {EP: 2, PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"} | EVEN),
-    Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"} | EVEN),
+    Layout("LoopedBFS", 2, {PP: 2, MICROBATCH: 2, SCHEDULE: "LoopedBFS"} | EVEN),
     Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}),
 ]
 SLOW_CASES = [

@@ -1,11 +1,15 @@
 """Mixtures of experts on a GPU: grouped products against float64, experts without tokens, reruns, compiled layers."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor
 
+from converters.families.base import Experts
 from converters.families.qwen3 import FLAVORS
 from trainer.config.sections import Compile
+from trainer.models.biased_experts import BiasedExperts
 from trainer.models.grouped_product import grouped_product
 from trainer.models.qwen3.model import build_model
 from trainer.parallel.compile import apply_compile
@@ -40,6 +44,31 @@ def test_a_grouped_product_is_a_loop_of_products(dtype, counts, dim, width):
         assert (mine.double() - theirs).norm() <= tolerance * theirs.norm()
     for expert, count in enumerate(counts):
         assert bool(w_EOI.grad[expert].any()) == (count > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1], [0, 0, 300], [0, 0, 0], [0, 7, 0, 0, 2, 129, 0]], ids=str)
+def test_biased_experts_are_those_of_a_cpu_in_float32(dtype, counts):
+    """The gradient of a bias is a product with eight columns of ones."""
+    torch.manual_seed(0)
+    experts = BiasedExperts(64, Experts(num=len(counts), top_k=1, hidden=96, clamp=7.0)).to(dtype)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    exact = deepcopy(experts).float()
+    x_RD, ends_E = torch.randn(sum(counts), 64).to(dtype), torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    experts = experts.cuda()
+    leave_nan_behind(*experts.parameters())
+    output, wanted = experts(x_RD.cuda(), ends_E.cuda()), exact(x_RD.float(), ends_E)
+    upstream = torch.randn_like(wanted)
+    output.backward(upstream.to(output))
+    wanted.backward(upstream.to(dtype).float())
+    tolerance = 2**-6 if dtype == torch.bfloat16 else 4e-3
+    pairs = [
+        (output, wanted),
+        *((p.grad, q.grad) for p, q in zip(experts.parameters(), exact.parameters(), strict=True)),
+    ]
+    for mine, theirs in pairs:
+        assert (mine.cpu().float() - theirs).norm() <= tolerance * theirs.norm()
 
 
 def gradients(model: torch.nn.Module) -> list[Tensor]:

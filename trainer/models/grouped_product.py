@@ -90,11 +90,11 @@ def _grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _has_kernel(like: Tensor, num_rows: int, matrices: torch.Size) -> bool:
-    """Whether torch's kernel takes these shapes: aligned, not too large, and not slower than a loop."""
+    """Whether torch's kernel takes these shapes: some rows, aligned, not too large, and not slower than a loop."""
     num_experts, *sizes = matrices
     is_aligned = all(size * like.itemsize % _ALIGNED_BYTES == 0 for size in sizes)
     largest = max(num_rows * max(sizes), num_experts * sizes[0] * sizes[1])
-    return is_aligned and largest < _MOST_ELEMENTS and multiplies(like.dtype, like.device)
+    return num_rows > 0 and is_aligned and largest < _MOST_ELEMENTS and multiplies(like.dtype, like.device)
 
 
 def _rows_of_experts(ends_E: Tensor) -> Iterator[tuple[int, slice]]:

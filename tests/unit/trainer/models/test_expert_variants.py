@@ -153,6 +153,15 @@ def test_a_rerun_is_bit_equal(kind):
         assert all(a.equal(b) for a, b in zip(again, found[0], strict=True))
 
 
+def test_experts_that_get_no_row_at_all_have_gradients_of_zeros():
+    """As those of a rank that no token has chosen; the gradient of a sum has no strides."""
+    _, layer = pair("gpt_oss", 64, 48)
+    output = layer.experts(torch.empty(0, 64, requires_grad=True), torch.zeros(12, dtype=torch.int32))
+    output.sum().backward()
+    assert output.shape == (0, 64)
+    assert all(p.grad.shape == p.shape and not p.grad.any() for p in layer.experts.parameters())
+
+
 def test_slices_of_experts_add_up_to_the_whole():
     """Two ranks with half of the features each: one adds the last bias, and both have its gradient."""
     _, layer = pair("gpt_oss", 64, 48)
