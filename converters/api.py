@@ -22,7 +22,7 @@ from converters.inspect import Inspection, inspect_checkpoint
 from converters.mesh_shape import MeshShape
 from converters.reshard import ReshardReport
 from converters.reshard import reshard as _reshard
-from converters.rules import Drop, Half, RopeHalves, Rule, Same, Stacked, Zeros
+from converters.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
 from converters.verify import verify as _verify
 from converters.verify_report import VerifyReport
 from converters.weights import NativeWeights, open_native
@@ -31,7 +31,7 @@ __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
     "Family", "ModelArgs", "Block", "Dense", "Experts", "Parameter", "Role", "expert_parameters", "llama", "hf_config",
-    "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Zeros", "Drop",
+    "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros", "Drop",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 
@@ -50,6 +50,7 @@ def convert(
     quantize: str | None = None,
     scales_from: Path | str | None = None,
     mtp: str = "drop",
+    keep_extra: bool | None = None,
     trained_by: str | None = None,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
@@ -75,6 +76,7 @@ def convert(
         quantize: for `hf`: `"fp8"` or `"fp8:ue8m0"`, float8 weights with a scale for each block of 128 × 128.
         scales_from: with `quantize`: fp8 folder of the same model whose scales are kept where the values fit.
         mtp: `"drop"` or `"keep"` layers for multi-token prediction.
+        keep_extra: keep what a multimodal checkpoint has beside its text model; None: if the source has titan's names.
         trained_by: for a DCP of torchtitan: `"torchtitan-0.2.2"`, `"torchtitan-0.2.2-yarn"` or `"titan"`.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
@@ -105,6 +107,7 @@ def convert(
         ),
         model_from=model_from,
         mtp=mtp,
+        keep_extra=keep_extra,
         trained_by=trained_by,
         workers=workers,
         digests=digests,

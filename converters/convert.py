@@ -38,7 +38,7 @@ from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
 from converters.trained_by import TRAINED_BY, apply_trained_by
-from converters.weights import DEQUANTIZED, NativeWeights, native_weights, without_outer
+from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ def convert(
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
     written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
     `keep_extra`: keep the tensors, files and fields of config.json that a multimodal checkpoint has beside its text
-    model; None: if the source is titan's own. `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then
-    nothing was written.
+    model; None: if the source has native names. `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and
+    then nothing was written.
     """
     output = get_format(to)
     options = output.completed(options)
@@ -146,7 +146,7 @@ def convert(
     ):
         if keep_extra:
             require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
-        weights, trained = apply_trained_by(opened if opened.extras else without_outer(opened), trained_by)
+        weights, trained = apply_trained_by(opened, trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
             raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)

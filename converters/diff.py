@@ -15,7 +15,7 @@ from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
-from converters.expressions import HeadRows
+from converters.expressions import HeadRows, Source, Transpose
 from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fold import number_ranges
@@ -210,8 +210,8 @@ def _compare_sources(
             present = (b if x is None else a).tensors[name]
             differences.append(Difference(name, f"only in {there}", f"{present.dtype} {list(present.shape)}"))
         elif x.shape != y.shape:
-            transposed = x.dtype == y.dtype and x.shape == y.shape[::-1] and len(x.shape) == 2
-            reason = "equal after a transpose; " if transposed and _same_bits(_Transposed(a), b, name) else ""
+            transposed = x.dtype == y.dtype and len(x.shape) > 1 and x.shape == (*y.shape[:-2], *y.shape[:-3:-1])
+            reason = "equal after a transpose; " if transposed and _same_bits(_transposed(a, name), b, name) else ""
             differences.append(Difference(name, "shape", f"{reason}{list(x.shape)} in A, {list(y.shape)} in B"))
         elif gap := measure_gap(a, b, name, advance):
             differences.append(_describe(a, b, name, gap, info))
@@ -261,7 +261,7 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
             if permuted is not None and _same_bits(permuted, y, name):
                 return "equal after the RoPE permutation: one was permuted once too often, or not at all"
     shape = a.tensors[name].shape
-    if len(shape) == 2 and shape[0] == shape[1] and _same_bits(_Transposed(a), b, name):
+    if len(shape) > 1 and shape[-1] == shape[-2] and _same_bits(_transposed(a, name), b, name):
         return "equal after a transpose"
     return ""
 
@@ -294,18 +294,12 @@ class _Reordered:
         return np.concatenate(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Transposed:
-    """A source whose matrices are read transposed."""
-
-    source: TensorSource
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {n: TensorInfo(info.dtype, info.shape[::-1]) for n, info in self.source.tensors.items()}
-
-    def read(self, fqn: str, box: Box) -> np.ndarray:
-        return self.source.read(fqn, Box(box.offsets[::-1], box.sizes[::-1])).T
+def _transposed(source: TensorSource, name: str) -> TensorSource:
+    """`name` with its last two dims exchanged."""
+    info = source.tensors[name]
+    *lead, rows, columns = info.shape
+    turned = TensorInfo(info.dtype, (*lead, columns, rows))
+    return View(source, {name: turned}, {name: Transpose(Source(name))}, Ledger({name: (name,)}))
 
 
 def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:

@@ -12,7 +12,7 @@ from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import Experts, Naming, Role, args_to_json
+from converters.families.base import Experts, GroupedQuery, Naming, Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.manifest import manifest_of
@@ -20,6 +20,7 @@ from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, describes_model
 from converters.mtp import num_mtp_layers
 from converters.names import OPTIMIZER
+from converters.namings import is_named
 from converters.open import open_checkpoint
 from converters.quantized_tensors import QuantizedTensors
 from converters.weights import model_part, naming_of, quantized_tensors
@@ -90,7 +91,11 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         model_problem=problem,
         quantization=_quantization(catalog, quantized),
         step=_step(catalog, values),
-        num_parameters=sum(prod(t.shape) for n, t in weights.tensors.items() if n not in scales),
+        num_parameters=sum(
+            prod(quantized.scheme.values_shape(t.shape) if quantized and n in quantized.expressions else t.shape)
+            for n, t in weights.tensors.items()
+            if n not in scales
+        ),
         dtypes=count_dtypes({n: TensorInfo(t.dtype, t.shape) for n, t in weights.tensors.items()}),
         num_bytes=catalog.num_bytes,
         num_files=len(files),
@@ -140,9 +145,19 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
     ]
     if mtp := num_mtp_layers(weights.tensors, get_family(info.family), naming, info.args):
         latent.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
+    if of := get_family(info.family).multimodal:
+        beside = sum(is_named(name, of.extras) for name in weights.tensors)
+        latent += [f"{beside:,} tensors beside the text model"] if beside else []
+    windows = Counter(b.attention.window for b in blocks if isinstance(b.attention, GroupedQuery))
+    latent += [
+        f"a window of {window:,} tokens in {number} of {len(blocks)} layers"
+        for window, number in windows.items()
+        if window is not None
+    ]
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
     found = {
         "q/k norms": has_head_norms,
+        "attention sinks": get_family(info.family).has_role(Role.SINK, info.args),
         "attention biases": info.args.attention_bias,
         "mlp biases": info.args.mlp_bias,
     }

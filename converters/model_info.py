@@ -95,7 +95,8 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         _refuse_other_numbers(folder, args, shapes)
     elif described_by == HF_CONFIG:
         with _naming_folder(folder):
-            config, outer = split_config(as_hf_config(read_json(folder / HF_CONFIG)))
+            text, outer = split_config(read_json(folder / HF_CONFIG))
+            config = dict(as_hf_config(text))
             family, args = read_hf_config(config)
             quantization = read_quantization(config)
     elif described_by == META_PARAMS:

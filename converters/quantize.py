@@ -77,19 +77,19 @@ def plan_quantization(
 ) -> Quantization:
     """Plan to quantize the linear layers and experts among `tensors` (the target's; their native names: `native_of`).
 
-    `scales_from`: an fp8 copy of the model, whose scales are kept, and which says which weights are quantized. Without
-    one, scales that differ from those of a source that is quantized itself are counted.
+    `scales_from`: a quantized copy of the model, whose scales are kept, and which says which weights are quantized.
+    Without one, scales that differ from those of a source that is quantized itself are counted.
     """
     scheme, info = parse_quantize(quantize), weights.info
     covered = {p.fqn for p in get_family(info.family).parameters(info.args) if scheme.covers(p)}
     chosen, known = [name for name in tensors if covered.issuperset(native_of[name])], scales_from
+    is_renamed = isinstance(scheme, Fp8Scheme) and (known or weights).naming != naming.name
     if isinstance(scheme, Fp8Scheme) and any(len(tensors[name].shape) != 2 for name in chosen):
         raise UnsupportedError(
             f"--quantize {quantize}: checkpoints with {naming.name} names of this model have the experts of a layer as "
             "one tensor, for which there is no float8 form",
             hint="leave it out",
         )
-    is_renamed = isinstance(scheme, Fp8Scheme) and (known or weights).naming != naming.name
     if scales_from is not None and scales_from.quantized is not None:
         if is_renamed:
             raise ConfigError(

@@ -92,7 +92,7 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
 
 def describe_lone_file(info: ModelInfo) -> str:
     """What an output of a single file of weights leaves out."""
-    left = [*info.assets, *(f"{HF_CONFIG}'s {key}" for key in info.untranslated)]
+    left = [*info.assets, *(f"{HF_CONFIG}'s {key}" for key in (*info.untranslated, *info.outer))]
     return f"dropped, one file of weights cannot hold it: {_list(left)}" if left else ""
 
 

@@ -99,7 +99,7 @@ def native_weights(
     """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
 
     `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
-    `keep_extra`: likewise with tensors beside the text model of a multimodal checkpoint; None: if it is titan's own.
+    `keep_extra`: likewise with tensors beside the text model of a multimodal checkpoint; None: if it has native names.
     """
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
@@ -132,19 +132,21 @@ def native_weights(
         )
         parameters = {p.fqn for p in family.parameters(info.args)}
         extras = tuple(name for name in view.tensors if name not in parameters)
+        if not extras:
+            info = _without_outer(info, family)
         return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found, extras)
     except BaseException:
         reader.__exit__(None, None, None)
         raise
 
 
-def without_outer(weights: NativeWeights) -> NativeWeights:
-    """The weights without the files and fields of config.json that a multimodal class has beside its text model."""
-    info, of = weights.info, get_family(weights.info.family).multimodal
+def _without_outer(info: ModelInfo, family: Family) -> ModelInfo:
+    """Without the files and fields of config.json that a multimodal class has beside its text model."""
+    of = family.multimodal
     if of is None or not info.outer:
-        return weights
+        return info
     assets = {name: path for name, path in info.assets.items() if name not in of.files}
-    return replace(weights, info=replace(info, outer={}, assets=assets))
+    return replace(info, outer={}, assets=assets)
 
 
 def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANTIZED) -> QuantizedTensors | None:

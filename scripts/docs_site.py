@@ -58,7 +58,7 @@ def _name(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.metavar or parameter.name.upper()}`"
     value = "" if parameter.is_flag or not parameter.metavar else f" {parameter.metavar}"
-    return ", ".join(f"`{name}{value}`" for name in parameter.opts)
+    return ", ".join(f"`{name}{value}`" for name in (*parameter.opts, *parameter.secondary_opts))
 
 
 def _text(parameter: Any) -> str:

@@ -29,15 +29,17 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.process_group import fake_ranks
 from trainer.step import TrainStep
 
-# Operator, and what it calls, → what its CPU kernel makes room for, and gives back before it returns
+# Operator, and what it calls ("": nothing), → what its CPU kernel makes room for, and gives back before it returns
 WITHIN_CPU_KERNELS = {
     ("aten::_scaled_dot_product_flash_attention_for_cpu",): "a block of scores and sums of each thread",
     ("aten::_scaled_dot_product_flash_attention_for_cpu_backward",): "the same, and gradients of the output in a row",
     ("aten::mm",): "oneDNN packs bf16 matrices",
+    ("aten::addmm", ""): "the same; DTensor's calls others",
     ("aten::mul", "aten::to"): "arguments of two dtypes become one",
     ("aten::add_", "aten::to"): "arguments of two dtypes become one",
     ("aten::cat", "aten::empty_like"): "arguments of two dtypes become one",
     ("aten::sum", "aten::to"): "booleans are counted as integers",
+    ("aten::cumsum", "aten::to"): "the same",
     ("aten::_chunk_cat",): "pads and joins each group of chunks before all of them; a GPU does so in one kernel",
     ("titan::attend_within_documents",): "attention of each document, and its lengths",
     ("titan::attend_within_documents_backward",): "the same",
@@ -234,7 +236,7 @@ def _without_kernels_own(calls: Sequence[Call]) -> list[Call]:
 def _is_kernels_own(taken: Call, freed: Call) -> bool:
     for i, operator in enumerate(taken.operators):
         if operator in freed.operators:
-            names = [name for name, _ in taken.operators[i : i + 2]]
-            if (names[0],) in WITHIN_CPU_KERNELS or tuple(names) in WITHIN_CPU_KERNELS:
+            names = [*(name for name, _ in taken.operators[i : i + 2]), ""]
+            if (names[0],) in WITHIN_CPU_KERNELS or tuple(names[:2]) in WITHIN_CPU_KERNELS:
                 return True
     return False

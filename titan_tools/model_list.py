@@ -22,7 +22,7 @@ def list_models() -> list[dict[str, Any]]:
 def _describe(family: Family) -> dict[str, Any]:
     return {
         "family": family.name,
-        "architectures": list(family.hf_architectures),
+        "architectures": [*family.hf_architectures, *([family.multimodal.architecture] if family.multimodal else [])],
         "commands": list(_commands(family)),
         "formats": list(_formats(family)),
         "namings": ["native", *family.namings],

@@ -25,7 +25,7 @@ from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.mesh import Meshes
 from trainer.models.llama3.model import Transformer
-from trainer.models.registry import check_parameters, get_trainer_family
+from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
 from trainer.observability.log import note
 from trainer.observability.profiling import profiling_machine_problems
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
@@ -180,6 +180,7 @@ def build_part(job: Job, stage: int) -> Transformer:
     with torch.device("meta"):
         model = get_trainer_family(job.family.name).build_model(job.args).to(getattr(torch, job.config.training.dtype))
     check_parameters(model, parameters, family=job.family.name)
+    check_kinds(model, job.family, job.args)
     for parameter in parameters:
         if not parameter.is_trained:  # a router's bias is a sum of small moves
             owner, name = model.get_submodule(parameter.module), parameter.fqn.rpartition(".")[2]
@@ -216,7 +217,7 @@ def parallelize(
         dtype = getattr(torch, training.mixed_precision_param)
         uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=job.family.value_dim(job.args))
         apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
-    if masked:
+    if masked or mask != "none":  # a stage may have no layers
         apply_masks(part, masked, device, positions_restart=mask == "offsets")
     if dims.tp > 1:
         plan = with_shared_gather(get_trainer_family(job.family.name).tensor_plan(parameters), part, dims)

@@ -4,10 +4,12 @@ python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 5
 python scripts/bench/convert.py --work /a/disk/with/30/GB --rounds 3 --models qwen3_moe
 python scripts/bench/convert.py --work /a/disk/with/25/GB --rounds 3 --models fp8
 python scripts/bench/convert.py --work /a/disk/with/45/GB --rounds 1 --models deepseek --gb 8
+python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 3 --models mxfp4
 
 The second is a Qwen 3 MoE of 8.9 GB: 2,688 tensors of experts are stacked, and unstacked again. The third has DeepSeek
 V3's width, and is quantized to fp8 and dequantized again, by one worker; its limits are bytes of the source per second.
-The last has DeepSeek V3's shapes, a source of --gb in bf16 and one in fp8, each converted by one worker and by two.
+The fourth has DeepSeek V3's shapes, a source of --gb in bf16 and one in fp8, each converted by one worker and by two.
+The last has GPT-OSS 20b's width, and is quantized to mxfp4 and dequantized again, by one worker.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, WIDE_MOE, deepseek_of, write_fp8_model, write_model  # noqa: E402
+from models import GPT_OSS, MODELS, WIDE_MOE, deepseek_of, write_fp8_model, write_model  # noqa: E402
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once, remove, run  # noqa: E402
 
 LIMITS: dict[str, list[tuple[tuple[str, ...], float, float | None]]] = {  # options, ratio, seconds of user CPU
@@ -26,7 +28,12 @@ LIMITS: dict[str, list[tuple[tuple[str, ...], float, float | None]]] = {  # opti
     "qwen3": [(("--no-digest",), 1.5, None)],
     "qwen3_moe": [((), 1.8, None), (("--no-digest",), 1.5, None)],
 }
-FP8 = {"bf16 to fp8": 150e6, "fp8 to bf16": 250e6}  # at least, bytes of the source per second
+RATES = {  # at least, bytes of the source per second
+    "bf16 to fp8": 150e6,
+    "fp8 to bf16": 250e6,
+    "bf16 to mxfp4": 80e6,
+    "mxfp4 to bf16": 600e6 * 4.25 / 16,  # 600 MB/s are written
+}
 MOST_ANON_MIB = 128 + 16 * 2  # at the default of two workers
 
 
@@ -34,7 +41,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="+", choices=[*LIMITS, "fp8", "deepseek"], default=["llama", "qwen3"])
+    parser.add_argument(
+        "--models", nargs="+", choices=[*LIMITS, "fp8", "deepseek", "mxfp4"], default=["llama", "qwen3"]
+    )
     parser.add_argument("--gb", type=float, default=8.0, help="deepseek: bytes of each source, in 10^9")
     chosen = parser.parse_args()
     ok = True
@@ -44,6 +53,8 @@ def main() -> None:
                 ok &= _bench_fp8(Path(work), chosen.rounds)
             elif model == "deepseek":
                 ok &= _bench_deepseek(Path(work), chosen.rounds, chosen.gb * 1e9)
+            elif model == "mxfp4":
+                ok &= _bench_mxfp4(Path(work), chosen.rounds)
             else:
                 ok &= _bench(Path(work), model, chosen.rounds)
     raise SystemExit(0 if ok else 1)
@@ -89,20 +100,31 @@ def _bench_fp8(work: Path, rounds: int) -> bool:
     }
     ok = True
     for kind, cases in kinds.items():
-        ok &= _compare_fp8(work, kind, cases[0][0], [options for _, options in cases], rounds)
+        ok &= _compare_rates(work, kind, cases[0][0], [options for _, options in cases], rounds)
     return ok
 
 
 def _bench_deepseek(work: Path, rounds: int, num_bytes: float) -> bool:
     bf16, fp8 = work / "bf16", work / "fp8"
     write_model(bf16, deepseek_of(num_bytes, element_bytes=2), normal=True)
-    ok = _compare_fp8(work, "bf16 to fp8", bf16, [("--to", "hf", "--quantize", "fp8")], rounds, workers=(1, 2))
+    ok = _compare_rates(work, "bf16 to fp8", bf16, [("--to", "hf", "--quantize", "fp8")], rounds, workers=(1, 2))
     remove(bf16)
     write_fp8_model(fp8, deepseek_of(num_bytes, element_bytes=1))
-    return _compare_fp8(work, "fp8 to bf16", fp8, [("--to", "dcp")], rounds, workers=(1, 2)) and ok
+    return _compare_rates(work, "fp8 to bf16", fp8, [("--to", "dcp")], rounds, workers=(1, 2)) and ok
 
 
-def _compare_fp8(
+def _bench_mxfp4(work: Path, rounds: int) -> bool:
+    """GPT-OSS's width. Hugging Face's values are transposed, DCP's lie as the codes do."""
+    bf16, mxfp4 = work / "bf16", work / "mxfp4"
+    write_model(bf16, GPT_OSS, normal=True)
+    quantize = ("--to", "hf", "--quantize", "mxfp4")
+    ok = _compare_rates(work, "bf16 to mxfp4", bf16, [quantize], rounds)
+    run(Command("", (*TITAN, "convert", "auto", str(bf16), str(mxfp4), *quantize), mxfp4))
+    remove(bf16)
+    return _compare_rates(work, "mxfp4 to bf16", mxfp4, [("--to", "dcp"), ("--to", "hf")], rounds) and ok
+
+
+def _compare_rates(
     work: Path,
     kind: str,
     src: Path,
@@ -114,14 +136,14 @@ def _compare_fp8(
     """Convert `src` with the options of each case. The limit of seconds is for one worker, and holds for more."""
     out = work / "out"
     num_bytes = sum(path.stat().st_size for path in src.iterdir())
-    print(f"{kind}: {num_bytes / 1e9:.2f} GB, at least {FP8[kind] / 1e6:.0f} MB/s", flush=True)
+    print(f"{kind}: {num_bytes / 1e9:.2f} GB, at least {RATES[kind] / 1e6:.0f} MB/s", flush=True)
     read_once(src)
     commands = [
         Command(
             f"{kind} {' '.join(options[:4])} --workers {number}",
             (*TITAN, "convert", "auto", str(src), str(out), *options, "--workers", str(number)),
             out,
-            most_secs=num_bytes / FP8[kind],
+            most_secs=num_bytes / RATES[kind],
             most_anon_mib=128 + 16 * number,
         )
         for options in cases

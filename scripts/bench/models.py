@@ -132,6 +132,21 @@ DEEPSEEK: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+# Two layers of GPT-OSS 20b: 3.2 GB of bf16, 0.9 GB in mxfp4
+GPT_OSS: Mapping[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+}
 MODELS = {"llama": LLAMA_1B, "qwen3": QWEN3_1B, "qwen3_moe": QWEN3_MOE_9GB}
 
 
@@ -146,6 +161,8 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Hugging Face names and shapes of a decoder, dense or with experts in every layer, or of a DeepSeek."""
     if config["model_type"] == "deepseek_v3":
         return _shapes_of_deepseek(config)
+    if config["model_type"] == "gpt_oss":
+        return _shapes_of_gpt_oss(config)
     dim, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     feed_forward = _feed_forward("mlp", hidden, dim)
@@ -199,6 +216,29 @@ def _shapes_of_deepseek(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
                 inside |= _feed_forward(f"mlp.experts.{e}", width, dim)
             shapes[f"model.layers.{n}.mlp.gate.e_score_correction_bias"] = (config["n_routed_experts"],)
         shapes |= {f"model.layers.{n}.{name}.weight": shape for name, shape in inside.items()}
+    return shapes | {"model.norm.weight": (dim,), "lm_head.weight": (config["vocab_size"], dim)}
+
+
+def _shapes_of_gpt_oss(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    dim, hidden, num = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    linear = {"q": (q, dim), "k": (kv, dim), "v": (kv, dim), "o": (dim, q)}
+    inside: dict[str, tuple[int, ...]] = {"self_attn.sinks": (config["num_attention_heads"],)}
+    for name, shape in linear.items():
+        inside |= {f"self_attn.{name}_proj.weight": shape, f"self_attn.{name}_proj.bias": shape[:1]}
+    inside |= {
+        "mlp.router.weight": (num, dim),
+        "mlp.router.bias": (num,),
+        "mlp.experts.gate_up_proj": (num, dim, 2 * hidden),
+        "mlp.experts.gate_up_proj_bias": (num, 2 * hidden),
+        "mlp.experts.down_proj": (num, hidden, dim),
+        "mlp.experts.down_proj_bias": (num, dim),
+        "input_layernorm.weight": (dim,),
+        "post_attention_layernorm.weight": (dim,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
+    for n in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{n}.{name}": shape for name, shape in inside.items()}
     return shapes | {"model.norm.weight": (dim,), "lm_head.weight": (config["vocab_size"], dim)}
 
 

@@ -4,7 +4,14 @@ import json
 from dataclasses import fields
 
 import pytest
-from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.differential.compare import assert_same_or_refused, outcome_of
 from tests.differential.makers import registered_types, tiny_config, tiny_model
@@ -16,8 +23,9 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "DeepseekV3ForCausalLM": DeepseekV3Config,
     "DeepseekV2ForCausalLM": DeepseekV2Config,
+    "Llama4ForCausalLM": Llama4TextConfig,
 }
-ACCEPTED = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2")
+ACCEPTED = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2", "llama4_text")
 # Of these no tiny model is made, and this is why. Any other must be built, or its test fails
 NOT_BUILT = {
     "blt": "96,286,240 parameters are not tiny",
@@ -52,6 +60,7 @@ SAMPLE = (
     "qwen3_moe",
     "deepseek_v3",
     "deepseek_v2",
+    "llama4_text",
 )
 CALLED_SAMPLE = [
     (t, "LlamaForCausalLM") for t in ("cwm", "ernie4_5", "granite", "helium", "mistral", "olmo2", "smollm3")

@@ -91,14 +91,18 @@ def plain(traffic):
 
 # A dry run receives as many rows as routing in turn sends
 BALANCED_EXPERTS = ["--model.name=qwen3", "--model.flavor=debug_moe", "--debug.moe_force_load_balance"]
+SLICED = [
+    "--parallelism.expert_parallel_degree=2",
+    "--parallelism.expert_tensor_parallel_degree=2",
+    "--debug.moe_force_load_balance",
+]
+OF_TWELVE = ["--training.seq_len=96"]  # so that rows divide by twelve experts
 SLOW = [
-    [
-        *degrees(fsdp=2, tp=2),
-        "--parallelism.expert_parallel_degree=2",
-        "--parallelism.expert_tensor_parallel_degree=2",
-        "--activation_checkpoint.mode=full",
-        *BALANCED_EXPERTS,
-    ],
+    [*degrees(fsdp=2, tp=2), *SLICED, "--activation_checkpoint.mode=full", *BALANCED_EXPERTS],
+    *(
+        [*degrees(fsdp=2, tp=2), *SLICED, *OF_TWELVE, f"--model.name={family}", f"--model.flavor={flavor}"]
+        for family, flavor in (("gpt_oss", "debug_window"), ("llama4", "debug_scout"))
+    ),
     [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
     degrees(fsdp=2, tp=2),
     [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],

@@ -22,6 +22,7 @@ from converters.names import JOURNAL
 from converters.verify import verify
 from tests.fp8_folders import read_folder, write_fp8
 from tests.tiny_deepseek import write_mtp
+from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
 from tests.tiny_llama import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -166,6 +167,9 @@ def sources(tmp_path_factory):
     write_mtp(folder / "mtp", dtype="bfloat16", **DEEPSEEK)
     write_fp8(folder / "fp8", folder / "mtp", files=2)
     convert(folder / "fp8", folder / "values", to="dcp", mtp="keep")
+    write_gpt_oss(folder / "oss", num_hidden_layers=8, num_local_experts=4)
+    write_mxfp4(folder / "mxfp4", folder / "oss")
+    convert(folder / "mxfp4", folder / "oss values", to="dcp")
     return folder
 
 
@@ -189,6 +193,9 @@ CASES = {  # source, arguments of convert
     "dcp": ("hf", {"to": "dcp"}),
     "hf": ("dcp", {"to": "hf"}),
     "deepseek to dcp": ("fp8", {"to": "dcp", "mtp": "keep"}),
+    "gpt-oss to dcp": ("mxfp4", {"to": "dcp"}),
+    "gpt-oss to hf": ("mxfp4", {"to": "hf"}),
+    "gpt-oss to mxfp4": ("oss values", {"to": "hf", "quantize": "mxfp4"}),
     "deepseek to fp8": ("values", {"to": "hf", "mtp": "keep", "quantize": "fp8"}),
     "deepseek to fp8, kept scales": ("values", {"to": "hf", "mtp": "keep", "quantize": "fp8", "scales_from": "fp8"}),
 }
@@ -203,6 +210,9 @@ CASES = {  # source, arguments of convert
         pytest.param("hf", "new", marks=pytest.mark.slow),
         pytest.param("deepseek to dcp", "new", marks=pytest.mark.slow),
         pytest.param("deepseek to fp8", "new", marks=pytest.mark.slow),
+        pytest.param("gpt-oss to dcp", "new", marks=pytest.mark.slow),
+        pytest.param("gpt-oss to hf", "new", marks=pytest.mark.slow),
+        pytest.param("gpt-oss to mxfp4", "new", marks=pytest.mark.slow),
         ("deepseek to fp8, kept scales", "new"),
     ],
 )

@@ -1,71 +1,129 @@
-"""Windows, chunks, sinks and mxfp4 experts of inference on a GPU: kernels against values, and transformers."""
+"""Windows, chunks and sinks on a GPU: FlexAttention against float64 on the CPU, and models against the CPU's."""
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from converters.stored_blocks import BlocksSource
-from converters.weights import open_native
-from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
-from tests.tiny_reach import NUMBERS, load_native, their_model
-from titan_tools.infer.decoding.attention import can_flash
-from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.static_decode import can_split
-from titan_tools.infer.model import mxfp4_blocks
-from titan_tools.infer.model.load import load_model
-from titan_tools.infer.model.quantize import STORED
-from trainer.parallel.compile import why_inductor_cannot
+from converters.families import gpt_oss, llama4
+from converters.families.base import GroupedQuery
+from trainer.config.sections import Compile
+from trainer.models.llama3.model import attend_densely
+from trainer.models.registry import get_trainer_family
+from trainer.parallel.compile import apply_compile
+from trainer.parallel.context import ContextParallelAttention, head_tail_positions
+from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents, positions_in_documents
+from trainer.parallel.gpu_attention import FlexAttention
+from trainer.parallel.masked_attention import apply_masks, masked_layers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-GPU = torch.device("cuda", 0)
-TEXT = [(37 * n + 11) % 97 for n in range(60)]
+GPU = torch.device("cuda")
+BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 16, 2, 64  # eight query heads share keys, as GPT-OSS's
+KINDS = [
+    GroupedQuery(window=128, has_sinks=True),
+    GroupedQuery(has_sinks=True),
+    GroupedQuery(window=100),  # no multiple of FlexAttention's blocks
+    GroupedQuery(chunk=256),
+    GroupedQuery(chunk=200, has_sinks=True),
+]
+MODELS = {
+    "debug_window": ("gpt_oss", gpt_oss.FLAVORS["debug_window"]),
+    "debug_scout": ("llama4", llama4.FLAVORS["debug_scout"]),
+}
 
 
-def test_sinks_use_flash_attention_from_ampere_on():
-    is_known = torch.cuda.get_device_capability(GPU) >= (8, 0)
-    for head_dim in (64, 128):
-        assert can_flash(GPU, torch.bfloat16, head_dim) == is_known
-        assert can_split(GPU, torch.bfloat16, head_dim, sinks=True) == is_known
-    assert not can_flash(GPU, torch.float32, 64)
+def name_of(kind: GroupedQuery) -> str:
+    return f"window {kind.window}, chunk {kind.chunk}, sinks {kind.has_sinks}"
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-3), ("bfloat16", 0.1)])
-def test_prompts_and_recorded_steps_say_what_transformers_says(name, dtype, allowed):
-    theirs = their_model(name)
-    with torch.inference_mode():
-        expected = theirs(torch.tensor([TEXT])).logits[0, 29:]
-    engine = Engine(load_native(theirs, name, dtype=dtype, device=GPU), rows=2, room=64)
-    engine.prefill(1, TEXT[:9])
-    said = [engine.prefill(0, TEXT[:17]), engine.prefill(0, TEXT[:30], keep=17)]
-    said += [engine.decode([token, 5])[0] for token in TEXT[30:]]
-    found = torch.stack(said[1:]).float().cpu()
-    assert (found - expected).norm() < allowed * expected.norm()
+def inputs(dtype: torch.dtype, num_queries: int = LENGTH) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((num_queries, HEADS, HEAD_DIM), (LENGTH, KV_HEADS, HEAD_DIM), (LENGTH, KV_HEADS, HEAD_DIM))
+    drawn = [torch.randn(BATCH, *shape) for shape in shapes] + [3 * torch.randn(HEADS)]
+    return [x.cuda().to(dtype).requires_grad_() for x in drawn]
 
 
-def test_codes_of_experts_are_multiplied_as_they_are(tmp_path):
-    write_gpt_oss(tmp_path / "source", dtype="bfloat16")
-    write_mxfp4(tmp_path / "mxfp4", tmp_path / "source")
-    said = []
-    for quantize in (STORED, None):
-        with open_native(tmp_path / "mxfp4") as weights:
-            source = BlocksSource(weights.source) if quantize else weights.source
-            model = load_model(source, weights.info, dtype=torch.bfloat16, device=GPU, quantize=quantize)
-        engine = Engine(model, rows=2, room=64)
-        logits = [engine.prefill(0, TEXT[:20]), engine.prefill(1, TEXT[3:9])]
-        logits += [row for token in TEXT[20:26] for row in engine.decode([token, 7])]
-        said.append(torch.stack(logits).float().cpu())
-    assert mxfp4_blocks.has_products(GPU) == (why_inductor_cannot(GPU) is None)
-    assert (said[0] - said[1]).norm() < 0.05 * said[1].norm()
+def by_flex(kind: GroupedQuery, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    attend, whole = FlexAttention(kind.window), torch.zeros(1, LENGTH, dtype=torch.int32, device=GPU)
+    numbers = whole if kind.chunk is None else chunks_of_documents(whole, kind.chunk)
+    mask = attend.make_mask(numbers, num_queries=LENGTH)
+    return attend(q, k, v, mask, sinks_N=sinks if kind.has_sinks else None)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 32])
-def test_a_kernel_of_published_sizes(rows):
-    """GPT-OSS's gate_up_proj."""
-    generator = torch.Generator(GPU).manual_seed(0)
-    codes = torch.randint(0, 256, (8, 5760, 90, 16), dtype=torch.uint8, generator=generator, device=GPU)
-    scales = torch.randint(116, 121, (8, 5760, 90), dtype=torch.uint8, generator=generator, device=GPU)
-    x_RK = torch.randn(rows, 2880, generator=generator, device=GPU).bfloat16()
-    ids_R = torch.randint(0, 8, (rows,), generator=generator, device=GPU)
-    found = mxfp4_blocks._compiled_products()(x_RK, codes, scales, ids_R).float()
-    exact = mxfp4_blocks._gathered_products(x_RK.float(), codes, scales, ids_R)
-    assert (found - exact).norm() < 0.01 * exact.norm()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_flex_attention_gives_the_result_and_the_gradients(kind, dtype):
+    given = inputs(dtype)
+    exact = [x.detach().cpu().double().requires_grad_() for x in given]
+    q, k, v, sinks = exact
+    wanted = attend_densely(q, k, v, kind, None, sinks if kind.has_sinks else None)
+    upstream = torch.randn_like(wanted)
+    found = by_flex(kind, *given)
+    theirs = torch.autograd.grad(wanted, exact, upstream, allow_unused=True)
+    ours = torch.autograd.grad(found, given, upstream.cuda().to(dtype), allow_unused=True)
+    bound = 2e-2 if dtype == torch.bfloat16 else 5e-3  # TF32 products
+    for mine, other in zip((found, *ours), (wanted, *theirs), strict=True):
+        if other is not None:
+            assert (mine.cpu().double() - other).norm() <= bound * other.norm()
+
+
+def test_no_sequence_length_is_computed_with_all_scores_in_memory():
+    """Dynamo gives up compiling after a number of versions."""
+    attend = FlexAttention(KINDS[0].window)
+    for length in range(4096, 4096 + 12 * 128, 128):
+        q, k = (torch.randn(1, length, heads, HEAD_DIM, device=GPU, dtype=torch.bfloat16) for heads in (HEADS, 2))
+        mask = attend.make_mask(torch.zeros(1, length, dtype=torch.int32, device=GPU), num_queries=length)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend(q, k, k, mask, sinks_N=torch.zeros(HEADS, device=GPU))
+        assert torch.cuda.max_memory_allocated() - before < HEADS * length**2
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_rank_computes_its_part(kind, rank, monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    q, k, v, sinks = (x.detach() for x in inputs(torch.float32))
+    monkeypatch.setattr("trainer.parallel.context.gather_sequence", lambda own, group: torch.cat((k, v), dim=-1))
+    used = sinks if kind.has_sinks else None
+    wanted = attend_densely(*(x.cpu().double() for x in (q, k, v)), kind, None, None if used is None else used.cpu())
+    here, whole = head_tail_positions(LENGTH, rank, 2), torch.zeros(1, LENGTH, dtype=torch.int32, device=GPU)
+    numbers = whole if kind.chunk is None else chunks_of_documents(whole, kind.chunk)
+    attend = ContextParallelAttention(None, masked=FlexAttention(kind.window), kind=kind)
+    found = attend(*(x[:, here] for x in (q, k, v)), attend.make_masks(numbers), sinks_N=used)
+    assert (found.cpu().double() - wanted[:, here]).norm() <= 5e-3 * wanted[:, here].norm()
+
+
+def made(name: str, kernel: type[nn.Module], device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    family, args = MODELS[name]
+    model = get_trainer_family(family).build_model(args)
+    for fqn, parameter in model.named_parameters():
+        if "norm" not in fqn:
+            nn.init.normal_(parameter, std=1.0 if "gate" in fqn or "sinks" in fqn else 0.05)
+    for buffer in model.buffers():
+        buffer.zero_()
+    model = model.to(device)
+    apply_masks(model, masked_layers(model, kernel, has_documents=True), device)
+    return model
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_as_on_a_cpu(name, is_compiled):
+    """With documents and without, by turns: each has masks of its own."""
+    on_cpu, on_gpu = made(name, PerDocumentAttention, torch.device("cpu")), made(name, FlexAttention, GPU)
+    if is_compiled:
+        apply_compile(on_gpu, Compile(enable=True))
+    tokens, documents = torch.randint(2048, (2, 256)), (torch.arange(256) // 90).expand(2, -1)
+    for numbers in (None, documents, None):
+        positions = torch.arange(256) if numbers is None else positions_in_documents(numbers)
+        gradients = []
+        for model, device in ((on_cpu, torch.device("cpu")), (on_gpu, GPU)):
+            model.zero_grad()
+            here = None if numbers is None else numbers.to(device)
+            logits = model(tokens.to(device), positions.to(device), documents=here)
+            logits.float().logsumexp(-1).mean().backward()
+            gradients.append([logits.detach().cpu(), *(p.grad.cpu() for p in model.parameters())])
+        for mine, theirs in zip(*gradients, strict=True):
+            assert (mine - theirs).norm() <= 1e-2 * theirs.norm()

@@ -79,7 +79,7 @@ KeepExtra = Annotated[
     bool | None,
     typer.Option(
         help="Keep what a multimodal checkpoint has beside its text model (Llama 4's vision encoder): an export is "
-        "complete again. Default: only titan's own checkpoints keep it.",
+        "complete again. Default: keep it only if SRC has titan's own names.",
         show_default=False,
     ),
 ]

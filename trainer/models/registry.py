@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, Parameter
+from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
 from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
@@ -90,6 +90,23 @@ def get_trainer_family(name: str) -> TrainerFamily:
             hint=f"families: {', '.join(_FAMILIES)}; trainer.api.register_model adds the model of your own family",
         )
     return _FAMILIES[name]
+
+
+def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
+    """Raise UnsupportedError where a layer's attention has other windows, chunks or sinks than the family's `block`.
+
+    The masks are made for the `kind` of the layer's attention.
+    """
+    differing = []
+    for number, layer in model.layers.items():
+        described = family.block(args, int(number)).attention
+        built = getattr(getattr(layer, "attention", None), "kind", None)
+        if isinstance(described, GroupedQuery) and described != built and (described.needs_mask or built is not None):
+            differing.append(f"layers.{number}.attention: kind = {built}, not {described}")
+    if differing:
+        raise UnsupportedError(
+            f"family {family.name!r}: the model's attention is not what `block` describes:" + list_offenders(differing)
+        )
 
 
 def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:

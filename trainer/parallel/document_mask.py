@@ -1,6 +1,4 @@
-"""Attention with masks (documents, windows, chunks, sinks): what a config asks for, and what it cannot be combined
-with. Torch-free.
-"""
+"""Attention with masks (documents, windows, chunks, sinks): a config's settings, and what is refused. Torch-free."""
 
 from converters.families.base import Family, FlavorAttention, GroupedQuery, ModelArgs
 from converters.mesh_shape import MeshShape

@@ -114,8 +114,18 @@ def _flex_attention() -> Callable[..., Any]:
     return flex_attention
 
 
+def _allow_recompiling() -> None:
+    """Raise Dynamo's limit, beyond which it would run FlexAttention with all scores in memory.
+
+    There is a version for each window, half of a context rank and sequence length, with gradients and without: with
+    context parallelism and validation GPT-OSS has as many as the default limit, 8.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+
+
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
+    _allow_recompiling()
     return torch.compile(_flex_attention(), dynamic=False)
 
 
@@ -128,4 +138,5 @@ def _block_mask() -> Callable[..., Any]:
 @cache
 def _compiled_block_mask() -> Callable[..., Any]:
     """Uncompiled it would make the whole mask, one byte for each pair of tokens."""
+    _allow_recompiling()
     return torch.compile(_block_mask(), dynamic=False)

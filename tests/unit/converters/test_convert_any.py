@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -53,6 +55,15 @@ MOE = {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [3],
 }
+GPT_OSS = {
+    "head_dim": 8,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_local_experts": 12,
+    "num_experts_per_tok": 3,
+    "sliding_window": 8,
+    "attn_implementation": "eager",
+}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 12,
@@ -85,6 +96,7 @@ LLAMA4 = {
     "intermediate_size_mlp": 120,
     "num_local_experts": 12,
     "interleave_moe_layer_step": 2,
+    "attn_temperature_tuning": False,  # transformers takes it from a token's place in the prompt, not from its position
     "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
 }
 MODELS = {
@@ -95,6 +107,7 @@ MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, QWEN),
     "qwen3 tied": (Qwen3Config, Qwen3ForCausalLM, QWEN | {"tie_word_embeddings": True}),
     "qwen3 moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN | MOE),
+    "gpt-oss": (GptOssConfig, GptOssForCausalLM, GPT_OSS),
     "deepseek v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT | V3),
     "deepseek v2": (DeepseekV2Config, DeepseekV2ForCausalLM, LATENT | V2),
     "llama4": (Llama4TextConfig, Llama4ForCausalLM, LLAMA4),
@@ -112,12 +125,13 @@ FORMATS = {
     "torchtune's meta": ("torchtune", "out", OutputOptions(style="meta")),
     "torchtune's own": ("torchtune", "out", OutputOptions(style="torchtune")),
 }
-_NOT_TORCHTUNES = ("head_dim apart", "qwen3", "qwen3 tied", "qwen3 moe", "llama4")
+_NOT_TORCHTUNES = ("head_dim apart", "qwen3", "qwen3 tied", "qwen3 moe", "llama4", "gpt-oss")
 REFUSED = {  # (model, format written) → why; torchtune and Meta's code build no such models
     ("head_dim apart", "meta"): "params.json cannot express head_dim 16",
     ("qwen3", "meta"): "Meta's format has no qwen3 models",
     ("qwen3 tied", "meta"): "Meta's format has no qwen3 models",
     ("qwen3 moe", "meta"): "Meta's format has no qwen3 models",
+    ("gpt-oss", "meta"): "Meta's format has no gpt_oss models",
     **{(f"deepseek v{n}", "meta"): "Meta's format has no deepseek_v3 models" for n in (2, 3)},
     **{(f"deepseek v{n}", "torchtune"): "torchtune 0.6.1" for n in (2, 3)},
     **{(model, "torchtune"): "torchtune 0.6.1" for model in _NOT_TORCHTUNES},
@@ -214,8 +228,6 @@ def test_through_every_format_in_turn(source, tmp_path):
 def test_logits_of_the_trainer_s_model(source, tmp_path):
     """HF → DCP → the model that `titan train` builds, against transformers; bound by transformers' own rounding."""
     name, folder, model = source
-    if name == "llama4":
-        pytest.skip("tests/unit/trainer/models compares the trainer's Llama 4")
     mesh = MeshShape(dp_shard=3, tp=1 if name == "qwen3 moe" else 2)
     convert(folder, tmp_path / "dcp", to="dcp", source="hf", options=OutputOptions(mesh=mesh))
     with open_native(tmp_path / "dcp") as weights:

@@ -272,7 +272,10 @@ def test_quantized_from_float32_as_from_its_bfloat16(root, tmp_path):
     assert report.moved_scales is None
     config = json.loads((tmp_path / "mx/config.json").read_text())
     assert config["quantization_config"] == CONFIG
-    assert verify(tmp_path / "mx").ok and inspect_checkpoint(tmp_path / "mx").quantization["method"] == "mxfp4"
+    described, plain = inspect_checkpoint(tmp_path / "mx"), inspect_checkpoint(tmp_path / "f32")
+    assert verify(tmp_path / "mx").ok and described.num_parameters == plain.num_parameters
+    assert described.quantization["method"] == "mxfp4" and described.quantization["codes"] == "e2m1"
+    assert {"a window of 8 tokens in 2 of 3 layers", "attention sinks"} <= set(described.parts)
 
 
 def test_torchao_s_rule(root, tmp_path):

@@ -117,9 +117,20 @@ def shallow_model(job: Job, *, rank: int) -> Shallow | None:
 
 
 def repetitions(job: Job) -> list[Repetition]:
-    """How the layers of each stage repeat."""
+    """How the layers of each stage repeat.
+
+    The first layer of each kind of attention stands for itself: its backward frees what only its kind reads, such as
+    masks.
+    """
     kinds = kinds_of_layers(job)
-    return [Repetition(*repetition([kinds[number] for number in _layers(modules)])) for modules in job.split.modules]
+    attentions = [block.attention for block in job.family.blocks(job.args)]
+    found = []
+    for modules in job.split.modules:
+        held = _layers(modules)
+        period, alone = repetition([kinds[number] for number in held])
+        own = [attentions[number] for number in held]
+        found.append(Repetition(period, max([alone, *map(own.index, own)])))
+    return found
 
 
 def kinds_of_layers(job: Job) -> list[int]:

@@ -297,23 +297,25 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight and one fp32 number per row.
+    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight if any, and one fp32 number per row.
 
     On a CPU torch composes RMSNorm of operations that keep fp32 copies. Shapes without values. A DTensor's rows are
     computed locally; each rank's gradient of the weight is a partial sum.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None) -> Tensor:
         own = local_part(x)
         inverse_deviation = own.new_empty((*own.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32)
         ctx.save_for_backward(x, weight, inverse_deviation)
         return _placed_like(x, torch.empty_like(own))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
         grad_x = _placed_like(x, torch.empty_like(local_part(x)))
+        if weight is None:
+            return grad_x, None, None
         grad_weight = torch.empty_like(local_part(weight))
         if isinstance(weight, DTensor):
             placements = [Partial() if placement.is_shard() else Replicate() for placement in x.placements]
@@ -327,7 +329,7 @@ def _placed_like(x: Tensor, own: Tensor) -> Tensor:
     return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Any:
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     if torch.compiler.is_compiling():  # a compiler decomposes the operation, and needs to see what it computes
         return torch.ops.aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
     return _FusedRMSNorm.apply(x, list(normalized_shape), weight)  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from converters.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, ModelArgs, dense_block
 from trainer.models.llama3.rope import RotaryAngles, rotate
 from trainer.models.moe import MoE
@@ -88,6 +89,15 @@ def attend_densely(
     return out_BNLH.transpose(1, 2)
 
 
+def refuse_other_kinds(kind: Latent | GroupedQuery) -> None:
+    """Raise UnsupportedError unless a family's `block` describes plain attention."""
+    if kind != PLAIN:
+        raise UnsupportedError(
+            f"this attention is plain, and the family's `block` describes {kind}",
+            hint="pass Transformer an attention that computes it, as trainer/models/gpt_oss and llama4 do",
+        )
+
+
 class Attention(nn.Module):
     """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
@@ -97,6 +107,7 @@ class Attention(nn.Module):
 
     def __init__(self, args: ModelArgs, kind: Latent | GroupedQuery = PLAIN):
         super().__init__()
+        refuse_other_kinds(kind)
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.attention_bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)

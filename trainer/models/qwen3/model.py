@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery, ModelArgs
 from converters.families.qwen3 import block
-from trainer.models.llama3.model import PLAIN, CausalAttention, Transformer
+from trainer.models.llama3.model import PLAIN, CausalAttention, Transformer, refuse_other_kinds
 
 
 class QKNormAttention(nn.Module):
@@ -22,6 +22,7 @@ class QKNormAttention(nn.Module):
 
     def __init__(self, args: ModelArgs, kind: GroupedQuery = PLAIN):
         super().__init__()
+        refuse_other_kinds(kind)
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.attention_bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)

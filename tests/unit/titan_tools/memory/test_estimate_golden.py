@@ -24,6 +24,8 @@ MICROBATCH, AC = "--parallelism.pipeline_parallel_microbatch_size", "--activatio
 SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree=-1", "--parallelism.data_parallel_replicate_degree"
 ONE_RANK_AXES = f"{SHARD} {TP}=1 {PP}=1 --training.mixed_precision_param=bfloat16"
 EXPERTS = "--model.flavor=debugmodel_moe"
+GPT_OSS = "--model.name=gpt_oss --model.flavor=debug_window --training.document_mask=none"
+SCOUT = "--model.name=llama4 --model.flavor=debug_scout"
 COMPILED = f"{ONE_RANK_AXES} --compile.enable --training.seq_len=256"
 # case → preset, ranks, overrides
 QUICK = {
@@ -48,6 +50,13 @@ THOROUGH = {
         "qwen3_debug",
         2,
         f"{COMPILED} {CP}=1 {EXPERTS} {AC}=selective --activation_checkpoint.selective_ac_option=op",
+    ),
+    "GPT-OSS, EP 2": ("qwen3_debug", 4, f"{ONE_RANK_AXES} {CP}=1 {GPT_OSS} --parallelism.expert_parallel_degree=2"),
+    "compiled GPT-OSS, TP 2": ("qwen3_debug", 2, f"{COMPILED} {CP}=1 {TP}=2 {GPT_OSS}"),
+    "Scout's numbers, 1F1B of one microbatch": (
+        "qwen3_debug",
+        4,
+        f"{ONE_RANK_AXES} {CP}=1 {SCOUT} {PP}=2 {SCHEDULE}=1F1B {MICROBATCH}=1 --training.local_batch_size=1",
     ),
     "compiled, float8": ("llama3_8b_float8", 2, f"{COMPILED} --training.local_batch_size=1"),
     "aot_eager, every 2nd layer": (

@@ -11,12 +11,17 @@ from torch._dynamo.utils import counters
 
 import tests.gpt_oss_reference
 import tests.llama4_reference
+from converters.errors import UnsupportedError
 from converters.families import gpt_oss, llama4
-from converters.families.base import RopeScaling
+from converters.families.base import Block, Dense, GroupedQuery, RopeScaling
+from converters.families.llama3 import LLAMA3
+from converters.families.registry import get_family
 from trainer.config.sections import Compile
+from trainer.models.llama3.model import Attention, Transformer
 from trainer.models.llama3.rope import RotaryAngles
 from trainer.models.llama4.model import temperature_factors
-from trainer.models.registry import get_trainer_family
+from trainer.models.qwen3.model import QKNormAttention
+from trainer.models.registry import check_kinds, get_trainer_family
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
 from trainer.parallel.masked_attention import apply_masks, masked_layers
@@ -110,7 +115,7 @@ def test_positions_of_windows_chunks_and_temperatures_are_those_of_the_document(
         assert (found - wanted).abs().max() <= bound_of(name, tokens)
 
 
-@pytest.mark.parametrize("name", ["debug_window", "debug_scout"])
+@pytest.mark.parametrize("name", ["debug_window", pytest.param("debug_scout", marks=pytest.mark.slow)])
 def test_layers_of_one_attention_share_compiled_code(name):
     """One graph for each kind, for a batch of documents or of none; results are those of the model as it is."""
     model = copy.deepcopy(masked(name)).requires_grad_(False)
@@ -161,6 +166,25 @@ def test_q_and_k_in_bf16_are_bit_equal_to_those_of_transformers(monkeypatch):
         attention(x, ours.rope(positions))
     assert len(given) == len(wanted) == 2 * len(theirs.model.layers)
     assert all(mine.equal(other) for mine, other in zip(given, wanted, strict=True))
+
+
+def test_a_window_that_the_attention_does_not_compute_is_refused():
+    """Of a user's own family, whose `block` says more than its model."""
+
+    def windowed(args, layer):
+        return Block(Dense(8), GroupedQuery(window=4 if layer == 1 else None))
+
+    for attention in (Attention, QKNormAttention):
+        with pytest.raises(UnsupportedError, match="`block` describes GroupedQuery\\(window=4"):
+            Transformer(LLAMA3.flavors["debug_gqa"], attention, block=windowed)
+    family, args = replace(LLAMA3, block=windowed), LLAMA3.flavors["debug_gqa"]
+    with pytest.raises(UnsupportedError, match="`block` describes") as error:
+        check_kinds(Transformer(args), family, args)
+    assert "layers.1.attention: kind = None, not GroupedQuery(window=4" in error.value.message
+    assert "layers.0" not in error.value.message
+    for name, own in (("gpt_oss", "debug_window"), ("llama4", "debug_scout"), ("deepseek_v3", "debug_v3")):
+        args = get_family(name).flavors[own]
+        check_kinds(get_trainer_family(name).build_model(args), get_family(name), args)
 
 
 def test_frequencies_of_one_factor_for_low_and_high_are_those_of_transformers():

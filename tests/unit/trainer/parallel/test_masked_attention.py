@@ -5,12 +5,14 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from converters.families.base import GroupedQuery
 from trainer.models.llama3.model import CausalAttention
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions
 from trainer.parallel.document_attention import PerDocumentAttention, _pieces, chunks_of_documents
 from trainer.parallel.gpu_attention import FlexAttention
+from trainer.parallel.masked_attention import OneOfMasks
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 160, 4, 2, 8
 ONE_DOCUMENT = torch.zeros(1, LENGTH, dtype=torch.int32)  # one row, for all samples
@@ -113,6 +115,20 @@ def test_so_do_the_last_queries(kind):
         torch.testing.assert_close(found, expected)
 
 
+def test_in_bf16_it_is_as_exact_as_its_inputs():
+    """As context ranks on a CPU compute it."""
+    kind, given = GroupedQuery(window=8, has_sinks=True), inputs(dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found, expected = (
+        masked(PerDocumentAttention, kind, DOCUMENTS, given),
+        by_hand(*exact, sees(kind, DOCUMENTS), has_sinks=True, scale=0.5),
+    )
+    upstream = torch.randn_like(found)
+    ours, theirs = torch.autograd.grad(found, given, upstream), torch.autograd.grad(expected, exact, upstream.double())
+    for mine, other in zip((found, *ours), (expected, *theirs), strict=True):
+        assert mine.dtype == torch.bfloat16 and (mine - other).norm() <= 2**-7 * other.norm()
+
+
 def test_chunks_of_positions_that_do_not_restart():
     """torchtitan v0.2.2's meaning of documents, which `training.document_mask = eos` has."""
     kind, given = GroupedQuery(chunk=24), inputs()
@@ -166,6 +182,23 @@ def test_a_window_needs_no_scores_of_all_pairs_of_tokens():
     assert sum((queries.stop - queries.start) * (keys.stop - keys.start) for _, queries, keys, _ in pieces) < 8192 * 256
     assert all(samples == slice(BATCH) for samples, *_ in pieces)
     assert len({id(bias) for *_, bias in pieces}) == 2  # the first band is causal; the others share one mask
+
+
+def test_a_compiled_layer_takes_its_own_of_the_block_masks_of_all_batches():
+    kind, given = FLEX_KINDS[0], [x.detach() for x in inputs()]
+    flex, plain = FlexAttention(kind.window), FlexAttention()
+    attend = torch.compile(OneOfMasks(flex, 1), backend="eager", fullgraph=True, dynamic=False)
+    *qkv, sinks = given
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        for documents in (DOCUMENTS, DOCUMENTS.flip(0)):
+            masks = tuple(each.make_mask(documents, num_queries=LENGTH) for each in (plain, flex))
+            found = attend(*qkv, masks, sinks_N=sinks)
+            torch.testing.assert_close(found, by_hand(*given, sees(kind, documents), has_sinks=True))
+        assert counters["stats"]["unique_graphs"] == 1
+    finally:
+        torch._dynamo.reset()
 
 
 def test_reruns_are_bit_equal():

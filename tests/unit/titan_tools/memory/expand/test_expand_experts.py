@@ -24,11 +24,27 @@ EVERY_3RD = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.
 PIPE = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=1")
 
 
+FIXED = (
+    *("--validation.no_enable", "--training.seq_len=32", "--training.local_batch_size=2"),
+    *("--parallelism.data_parallel_shard_degree=-1", "--parallelism.context_parallel_degree=1"),
+    "--training.mixed_precision_param=bfloat16",
+)
+
+
 def job(world_size: int, *words: str, **numbers) -> Job:
-    fixed = ["--model.flavor=debug_moe", "--validation.no_enable", "--training.seq_len=32"]
-    fixed += ["--parallelism.data_parallel_shard_degree=-1", "--parallelism.context_parallel_degree=1"]
-    fixed += ["--training.mixed_precision_param=bfloat16", "--training.local_batch_size=2"]
+    fixed = ("--model.flavor=debug_moe", *FIXED)
     return resolve_job(load_config("qwen3_debug", [*fixed, *words]), world_size, args=replace(TINY, **numbers))
+
+
+def with_masks(family: str, flavor: str, world_size: int, *words: str, **numbers) -> Job:
+    """Of GPT-OSS or Llama 4, whose layers have different attention."""
+    own = (f"--model.name={family}", f"--model.flavor={flavor}")
+    args = replace(get_family(family).flavors[flavor], **numbers)
+    return resolve_job(load_config("qwen3_debug", [*FIXED, *own, *words]), world_size, args=args)
+
+
+def every(step: int, layers: int) -> tuple[int, ...]:
+    return tuple(range(step - 1, layers, step))
 
 
 # ranks, numbers, settings
@@ -69,6 +85,45 @@ SLOW = {
 def test_few_layers_give_the_trace_of_all(name, monkeypatch):
     world_size, numbers, words = (QUICK | SLOW)[name]
     whole = job(world_size, *words, **numbers)
+    assert_expanded(whole, monkeypatch, num_steps=1 if name in QUICK else 2)
+
+
+DOCUMENTS = ("--training.document_mask=eos",)
+WINDOWS = {"num_layers": 9, "window_layers": (0, 2, 4, 6, 8)}
+NO_POSITIONS = {"num_layers": 17, "layers_without_positions": every(4, 17)}
+MASKS = {
+    "windows in turn": ("gpt_oss", "debug_window", 2, OP, WINDOWS),
+    "windows in turn, EP": ("gpt_oss", "debug_window", 2, ("--parallelism.expert_parallel_degree=2",), WINDOWS),
+    "windows in turn, documents": ("gpt_oss", "debug_window", 2, DOCUMENTS, WINDOWS),
+    "windows in turn, compiled": ("gpt_oss", "debug_window", 2, ("--compile.enable", *OP), WINDOWS),
+    "chunks and none": ("llama4", "debug_scout", 2, (), NO_POSITIONS | {"sparse_layers": tuple(range(17))}),
+    "chunks and none, documents": (
+        "llama4",
+        "debug_scout",
+        2,
+        (*DOCUMENTS, *OP),
+        NO_POSITIONS | {"sparse_layers": tuple(range(17))},
+    ),
+    "and dense layers": ("llama4", "debug_maverick", 2, OP, NO_POSITIONS | {"sparse_layers": every(2, 17)}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["windows in turn", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MASKS)[1:])]
+)
+def test_few_layers_of_each_attention_give_the_trace_of_all(name, monkeypatch):
+    family, flavor, world_size, words, numbers = MASKS[name]
+    assert_expanded(with_masks(family, flavor, world_size, *words, **numbers), monkeypatch, num_steps=1)
+
+
+def test_layers_repeat_with_their_attention():
+    assert repetitions(with_masks("gpt_oss", "debug_window", 1, **WINDOWS)) == [Repetition(period=2, alone=1)]
+    for flavor in ("17bx16e_irope", "17bx128e_irope"):
+        whole = resolve_job(load_config("qwen3_debug", [*FIXED, "--model.name=llama4", f"--model.flavor={flavor}"]), 1)
+        assert repetitions(whole) == [Repetition(period=4, alone=3)]
+
+
+def assert_expanded(whole: Job, monkeypatch, *, num_steps: int) -> None:
     captured = []
 
     def counted(job, **more):
@@ -76,7 +131,6 @@ def test_few_layers_give_the_trace_of_all(name, monkeypatch):
         return capture(job, **more)
 
     monkeypatch.setattr(ranks, "capture", counted)
-    num_steps = 1 if name in QUICK else 2
     expanded = trace_rank(whole, rank=0, kernels=KERNELS, num_steps=num_steps)
     assert len(captured) == 1 and captured[0] < len(whole.split.modules[0])
     assert_same(expanded, capture(whole, rank=0, kernels=KERNELS, num_steps=num_steps))
