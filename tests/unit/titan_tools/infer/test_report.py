@@ -37,6 +37,7 @@ KEYS = [
     "peak_memory_gib",
     "tp",
     "dtype",
+    "quantize",
     "seed",
 ]
 ALONE = TPRanks(1, 0, CPU)
