@@ -1,10 +1,11 @@
 """The family of GPT-OSS: names in every format."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from converters.catalog import TensorInfo
-from converters.dtypes import DTYPES
 from converters.errors import CheckpointError
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.experts import NO_EXPERT_BIAS
@@ -12,6 +13,9 @@ from converters.families.gpt_oss import ATTENTION_OF, FLAVORS, GptOssArgs, block
 from converters.families.gpt_oss_config import args_of, config_of, from_release, release_config
 from converters.families.llama import HF, TITAN_QKV_LINEAR
 from converters.rules import Op, Rows, Rule, Same, Transposed, Zeros
+
+if TYPE_CHECKING:
+    from converters.catalog import TensorInfo
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
 _MOE, _EXPERTS = _L + "moe.", _L + "moe.experts."
@@ -108,6 +112,8 @@ def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, Ten
 
     down_proj is square in published models. Raises CheckpointError where no shape can say it.
     """
+    from converters.dtypes import DTYPES  # with numpy, which a config does not load
+
     if naming.name != _BLOCKS.name:
         return naming
     assert isinstance(args, GptOssArgs)
