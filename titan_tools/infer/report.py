@@ -71,8 +71,8 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
         "tp": work.tp,
         "dtype": "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype,
-        "quantize": work.request.quantize,
         "seed": work.request.sampling.seed,
+        "quantize": work.request.quantize,
     }
 
 

@@ -37,6 +37,7 @@ KEYS = [
     "tp",
     "dtype",
     "seed",
+    "quantize",
 ]
 ALONE = TPRanks(1, 0, CPU)
 
