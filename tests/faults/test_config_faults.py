@@ -145,8 +145,6 @@ LAYOUTS: list[tuple[int, dict, tuple[str, ...]]] = [
     (2, _PP2 | {"modules": _SWAPPED}, ("not in model order",)),
     # microbatches
     (2, _PP2 | {"micro": 3}, ("= 3 does not divide training.local_batch_size = 8; possible: 1, 2, 4, 8",)),
-    (2, _PP2 | {"batch": 1}, ("1F1B needs at least 2 microbatches",)),
-    (4, {"pp": 4, "micro": 4}, ("1F1B needs at least 4 microbatches",)),
     (2, _PP2 | {"schedule": "Interleaved1F1B", "batch": 5}, ("Interleaved1F1B", "4 or 6")),
     # several at once, of different kinds
     (16, {"pp": 2, "tp": 8, "seq": 60, "micro": 3}, ("key/value heads", "seq_len = 60", "microbatch_size = 3")),

@@ -70,8 +70,8 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
         "tp": work.tp,
         "dtype": work.weights_dtype,
-        "quantize": work.request.quantize,
         "seed": work.request.sampling.seed,
+        "quantize": work.request.quantize,
     }
 
 

@@ -47,7 +47,7 @@ def test_json_is_one_object_with_results_and_stats(titan, hf):
     stats = output["stats"]
     assert (stats["tp"], stats["dtype"], stats["seed"]) == (1, "float32", 0)
     measured = ["ttft_ms", "tpot_ms", "tokens_per_sec", "bandwidth_gb_per_sec"]
-    assert list(stats) == [*measured, "bandwidth_share", "peak_memory_gib", "tp", "dtype", "seed"]
+    assert list(stats) == [*measured, "bandwidth_share", "peak_memory_gib", "tp", "dtype", "seed", "quantize"]
     assert all(stats[name] > 0 for name in (*measured, "peak_memory_gib")) and stats["bandwidth_share"] is None
 
 

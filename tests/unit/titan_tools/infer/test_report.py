@@ -37,8 +37,8 @@ KEYS = [
     "peak_memory_gib",
     "tp",
     "dtype",
-    "quantize",
     "seed",
+    "quantize",
 ]
 ALONE = TPRanks(1, 0, CPU)
 
