@@ -146,6 +146,8 @@ LAYOUTS: list[tuple[int, dict, tuple[str, ...]]] = [
     # microbatches
     (2, _PP2 | {"micro": 3}, ("= 3 does not divide training.local_batch_size = 8; possible: 1, 2, 4, 8",)),
     (2, _PP2 | {"schedule": "Interleaved1F1B", "batch": 5}, ("Interleaved1F1B", "4 or 6")),
+    (2, _PP2 | {"schedule": "Interleaved1F1B", "batch": 7}, ("Interleaved1F1B", "6 or 8")),
+    (4, {"pp": 4, "schedule": "ZBVZeroBubble", "per_stage": 1}, ("needs 8 stages", "the split has 6")),
     # several at once, of different kinds
     (16, {"pp": 2, "tp": 8, "seq": 60, "micro": 3}, ("key/value heads", "seq_len = 60", "microbatch_size = 3")),
     (6, {"fsdp": 2, "tp": 2, "seq": 63, "global": 9}, ("needs 4 ranks", "seq_len = 63", "global_batch_size = 9")),
