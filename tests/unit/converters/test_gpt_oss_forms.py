@@ -221,6 +221,24 @@ def test_floating_blocks_that_no_shape_explains_are_refused(root, tmp_path):
     assert names[0].outcome == "failed"
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["torchtitan's", "transformers'"])
+def test_without_gate_up_down_s_shape_says_how_floating_blocks_lie(root, tmp_path, transposed):
+    numbers = ((), (("intermediate_size", 64),))
+    for place, widths in zip(("wide", "square"), numbers, strict=True):
+        (tmp_path / place).mkdir()
+        src, expected = floating(root, tmp_path / place, transposed=transposed, numbers=widths)
+        held = {name: t for name, t in read_folder(src).items() if not name.endswith("gate_up_proj_blocks")}
+        src, out = save(tmp_path / place / "part", held, src, None), tmp_path / place / "out"
+        if widths:  # no shape says it
+            with pytest.raises(
+                CheckpointError, match="layers.0.mlp.experts.down_proj_blocks is bfloat16.*no shape says"
+            ):
+                convert(src, out, to="hf", allow_missing=True)
+            continue
+        assert convert(src, out, to="hf", allow_missing=True).missing
+        assert_same(read_folder(out), {n: t for n, t in expected.items() if not n.endswith("gate_up_proj")})
+
+
 def test_one_layer_that_lies_otherwise_is_an_error(root, tmp_path):
     src, _ = floating(root, tmp_path, transposed=True)
     held = read_folder(src)
@@ -411,6 +429,12 @@ def test_config_of_every_flavor_there_and_back(flavor):
     assert family.name == "gpt_oss" and found == args
     if flavor != "debug_window":  # lengths of one factor
         assert read_hf_config(release_config(args))[1] == args
+
+
+@pytest.mark.parametrize("window", [0, -5, 8.5, True])
+def test_a_window_of_no_tokens_is_refused_by_its_own_name(window):
+    with pytest.raises(UnsupportedError, match=f"sliding_window = {window}: expected a whole number of tokens"):
+        read_hf_config(config_of(FLAVORS["20b"]) | {"sliding_window": window})
 
 
 def test_openai_s_config_of_the_published_20b():
