@@ -118,6 +118,32 @@ def test_there_and_back_in_mxfp4(root, tmp_path):
     assert accept(tmp_path / "same").ok and verify(tmp_path / "same").ok
 
 
+def test_known_scales_that_are_too_large_are_not_kept(root, tmp_path):
+    """Of the same model, and of zeros, whose scale says nothing."""
+    held = read_folder(root / "mx")
+    for name in (name for name in held if name.endswith("_scales")):
+        held[name] += 6
+    other = save(tmp_path / "other", held, root / "mx", CONFIG)
+    report = convert(
+        root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize="mxfp4", scales_from=other)
+    )
+    assert report.moved_scales == report.num_scales
+    assert_same(values_of(tmp_path / "out"), values_of(root / "mx"))
+    held = read_folder(root / "mx")
+    name = "model.layers.1.mlp.experts.down_proj"
+    held[f"{name}_blocks"][3, 5, 1] &= 0x99  # largest code 1 (0.5): the rule's scale is an eighth
+    held[f"{name}_blocks"][3, 5, 1] |= 0x01
+    held[f"{name}_blocks"][4, 7, 0] &= 0x88
+    held[f"{name}_scales"][4, 7, 0] = 250
+    small = save(tmp_path / "small", held, root / "mx", CONFIG)
+    convert(small, tmp_path / "dcp", to="dcp")
+    report = convert(
+        tmp_path / "dcp", tmp_path / "same", to="hf", options=OutputOptions(quantize="mxfp4", scales_from=small)
+    )
+    assert report.moved_scales == 0
+    assert_same(read_folder(tmp_path / "same"), held)
+
+
 def test_transformers_dequantizes_the_published_form_to_the_same_logits(root, tmp_path):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
