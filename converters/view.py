@@ -63,5 +63,5 @@ def require_finite(name: str, values: np.ndarray) -> None:
     if num := count_non_finite(values, values.dtype.name):
         raise CheckpointError(
             f"{name} is quantized, and {num:,} of the {values.size:,} numbers that were read are NaN or infinite",
-            hint="the codes or scales are damaged; `titan verify` counts these values in every tensor",
+            hint="codes or scales are damaged; `titan convert` lists all such weights and writes nothing",
         )
