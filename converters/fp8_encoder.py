@@ -24,7 +24,7 @@ class Fp8Encoder:
     digest_dtype: str  # of the values that a reader gets
     scale_dtype: str = "float32"
     known: Callable[[Box], _Array] | None = None  # scales that another copy of the weights has
-    keeps_known: bool = False  # use them, but where values have outgrown them
+    keeps_known: bool = False  # use them, but where they are too small or too large for the values
 
     @property
     def rows(self) -> int:
@@ -47,10 +47,24 @@ class Fp8Encoder:
                     fits = (np.isfinite(wide) & (wide >= 0)) & ~saturated(amax, wide)
                     if self.scheme.power_of_two:
                         fits &= np.isin(np.frexp(wide)[0], (0, 0.5))
+                    # A formula's scale, rounded up to a power of two for values that were not rounded yet, is no larger
+                    large = fits & (wide > 2 * scales.astype(np.float32))
+                    if large.any():
+                        fits &= ~large | self._is_exact(box, values, amax, np.where(large, known, scales))
                     scales, exact = np.where(fits, known, scales), exact | fits
                 num_moved = int(np.count_nonzero(scales.astype(np.float32) != wide))
             codes = encode(values, amax, scales.astype(np.float32), block, exact=exact)
             return Encoded(codes, box, scales, place, num_moved)
+
+    def _is_exact(self, box: Box, values: _Array, amax: _Array, scales: _Array) -> _Array:
+        """Which blocks `scales` give back bit for bit."""
+        block = self.scheme.block
+        codes = encode(values, amax, scales.astype(np.float32), block, exact=np.full(scales.shape, True))
+        found = self.values_of(Encoded(codes, box, scales, box, 0), box)
+        differs = found.view(np.uint16) != values.astype(found.dtype).view(np.uint16)
+        rows, columns = (np.arange(0, size, step) for size, step in zip(values.shape, block, strict=True))
+        is_exact: _Array = ~np.logical_or.reduceat(np.logical_or.reduceat(differs, rows, axis=0), columns, axis=1)
+        return is_exact
 
     def values_of(self, encoded: Encoded, box: Box) -> _Array:
         start = (box.offsets[0], box.offsets[1])

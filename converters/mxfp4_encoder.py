@@ -10,11 +10,9 @@ from converters.catalog import Box
 from converters.engine.encoder import Encoded
 from converters.mxfp4 import (
     BLOCK,
-    LARGEST,
     block_amax,
     decode,
     encode,
-    scale_values,
     scales_rounded_down,
     scales_rounded_up,
 )
@@ -25,7 +23,7 @@ _Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Encoder:
-    """Quantizes one tensor [..., columns]; `known` scales are compared, or kept where no value has outgrown them."""
+    """Quantizes one tensor [..., columns]; `known` scales are compared, or kept where they keep every value."""
 
     scales: str  # name of the tensor of scales
     scheme: Mxfp4Scheme
@@ -49,11 +47,20 @@ class Mxfp4Encoder:
             if self.known is not None:
                 known = self.known(place)
                 if self.keeps_known:
-                    scales = np.where(amax <= np.float32(LARGEST) * scale_values(known), known, scales)
+                    scales = np.where(self._is_exact(values, known, where=known != scales), known, scales)
                 num_moved = int(np.count_nonzero(scales != known))
             codes = encode(values, scales)
             codes_place = Box((*place.offsets, 0), codes.shape)
             return Encoded(codes, codes_place, scales, place, num_moved)
+
+    def _is_exact(self, values: _Array, scales: _Array, *, where: _Array) -> _Array:
+        """Which blocks, of those in `where`, `scales` give back bit for bit: those of zeros, too."""
+        blocks, of_blocks = values.reshape(*scales.shape, BLOCK)[where], scales[where][:, None]
+        found = decode(encode(blocks, of_blocks), of_blocks, self.digest_dtype)
+        same = found.view(np.uint16) == blocks.astype(found.dtype).view(np.uint16)
+        is_exact = np.zeros(scales.shape, bool)
+        is_exact[where] = same.all(axis=-1)
+        return is_exact
 
     def values_of(self, encoded: Encoded, box: Box) -> _Array:
         return decode(encoded.codes, encoded.scales, self.digest_dtype)

@@ -11,7 +11,7 @@ from converters.expressions import Expression, Fp8Blocks, Mxfp4Blocks, Stack
 from converters.fp8 import num_blocks
 from converters.mxfp4 import BLOCK, CODE_BYTES, NOT_A_NUMBER
 from converters.quantization import CODES
-from converters.view import View
+from converters.view import View, require_finite
 
 FP8, MXFP4 = "float8", "mxfp4"  # StoredBlocks.format
 CODES_OF, SCALES_OF = "codes of ", "scales of "  # before a weight's name: what `BlocksSource` lists for it
@@ -33,7 +33,8 @@ class StoredBlocks:
 class BlocksSource:
     """A view that also lists `codes of X` and `scales of X` of each weight X whose blocks are stored whole.
 
-    Raises CheckpointError as the view does. Scales are float32, those of mxfp4 bytes.
+    Raises CheckpointError as the view does, and for codes and scales that are NaN. Scales are float32, those of mxfp4
+    bytes.
     """
 
     def __init__(self, view: View):
@@ -55,10 +56,13 @@ class BlocksSource:
     def read(self, fqn: str, box: Box) -> np.ndarray:
         """Codes as the element type that they are stored in, all else as the view reads it."""
         if fqn.startswith(CODES_OF):
-            return self.blocks[fqn.removeprefix(CODES_OF)].codes.read(self._view.source, box)
+            codes = self.blocks[fqn.removeprefix(CODES_OF)].codes.read(self._view.source, box)
+            require_finite(fqn, codes)
+            return codes
         if fqn.startswith(SCALES_OF):
             stored = self.blocks[fqn.removeprefix(SCALES_OF)]
             scales = stored.scales.read(self._view.source, box)
+            require_finite(fqn, scales)
             if stored.format == FP8:
                 return scales.astype(np.float32)
             if (scales == NOT_A_NUMBER).any():

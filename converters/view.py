@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from converters.catalog import Box, TensorInfo, TensorSource
+from converters.engine.casts import count_non_finite
+from converters.errors import CheckpointError
 from converters.expressions import Expression, Rows, source_rows
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
@@ -31,18 +33,35 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A TensorSource under other names. `ledger` records the assignment of names."""
+    """A TensorSource under other names. `ledger` records the assignment of names.
+
+    `finite`: the tensors whose values are used at once, so that `read` raises CheckpointError where one is NaN or
+    infinite; who copies values counts them instead.
+    """
 
     source: TensorSource
     tensors: Mapping[str, TensorInfo]
     expressions: Mapping[str, Expression]  # by name; over `source`
     ledger: Ledger
+    finite: frozenset[str] = frozenset()
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         """The values of a box in the tensor's own dtype."""
-        return self.expressions[fqn].read(self.source, box)
+        values = self.expressions[fqn].read(self.source, box)
+        if fqn in self.finite:
+            require_finite(fqn, values)
+        return values
 
     def native_rows(self, fqn: str, rows: Rows) -> Rows:
         """The native numbers of a foreign view's rows, so that a digest does not depend on the naming."""
         expression = self.expressions.get(fqn)
         return rows if expression is None else source_rows(expression, rows)
+
+
+def require_finite(name: str, values: np.ndarray) -> None:
+    """Raise CheckpointError where codes, scales, or the values that were made of them are NaN or infinite."""
+    if num := count_non_finite(values, values.dtype.name):
+        raise CheckpointError(
+            f"{name} is quantized, and {num:,} of the {values.size:,} numbers that were read are NaN or infinite",
+            hint="codes or scales are damaged; `titan convert` lists all such weights and writes nothing",
+        )

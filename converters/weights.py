@@ -77,12 +77,15 @@ def open_native(
 
     `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
     do not (torchtitan's); `otherwise`: the model, if the caller knows it. `dequantized`: bfloat16 or float32, the type
-    of weights that are stored as float8 codes with scales. Layers for multi-token prediction are left out. Raises
-    CheckpointError with everything that does not match the model, and ConfigError where `model_from` contradicts the
-    checkpoint.
+    of weights that are stored as codes with scales; to read those that are NaN raises CheckpointError. Layers for
+    multi-token prediction are left out. Raises CheckpointError with everything that does not match the model, and
+    ConfigError where `model_from` contradicts the checkpoint.
     """
     catalog = open_checkpoint(path)
-    return native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
+    weights = native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
+    codes = weights.quantized.expressions.keys() if weights.quantized else set()
+    quantized = (fqn for fqn, names in weights.source.ledger.used.items() if not codes.isdisjoint(names))
+    return replace(weights, source=replace(weights.source, finite=frozenset(quantized)))
 
 
 def native_weights(

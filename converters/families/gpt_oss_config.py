@@ -85,7 +85,10 @@ def _window_layers(config: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str
     windows = tuple(layer for layer, kind in enumerate(kinds) if kind == _WINDOWED)
     if windows and "sliding_window" in config and config["sliding_window"] is None:
         refused.append(f"sliding_window = null, with {len(windows)} layers of type {_WINDOWED}")
-    if windows and config.get("sliding_window") == 1:
+    window = config.get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        refused.append(f"sliding_window = {str(window)[:40]}: expected a whole number of tokens from 1 on, or null")
+    if windows and window == 1:
         refused.append("sliding_window = 1: transformers' cache keeps all tokens then")
     return windows, refused
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
 _MOE, _EXPERTS = _L + "moe.", _L + "moe.experts."
 _EXPERT_BIAS = _MOE + "expert_bias"
-_GATE_UP = _EXPERTS + "mlp1_weight"
+_GATE_UP, _DOWN = _EXPERTS + "mlp1_weight", _EXPERTS + "mlp2_weight"
 
 
 def _dense(naming: Naming) -> tuple[Rule, ...]:
@@ -34,7 +34,7 @@ def _hf(name: str, *, end: str, op: Op) -> Naming:
     experts = (
         Rule(_GATE_UP, f"{theirs}gate_up_proj{end}", op),
         Rule(_EXPERTS + "mlp1_bias", theirs + "gate_up_proj_bias"),
-        Rule(_EXPERTS + "mlp2_weight", f"{theirs}down_proj{end}", op),
+        Rule(_DOWN, f"{theirs}down_proj{end}", op),
         Rule(_EXPERTS + "mlp2_bias", theirs + "down_proj_bias"),
     )
     others = (
@@ -82,7 +82,7 @@ _OWN = Naming(  # OpenAI's release, whose experts are mxfp4; the rows of q, k an
         Rule(_EXPERT_BIAS, "", Zeros(NO_EXPERT_BIAS)),
         Rule(_GATE_UP, _OWN_L + "mlp.mlp1_weight.blocks"),
         Rule(_EXPERTS + "mlp1_bias", _OWN_L + "mlp.mlp1_bias"),
-        Rule(_EXPERTS + "mlp2_weight", _OWN_L + "mlp.mlp2_weight.blocks"),
+        Rule(_DOWN, _OWN_L + "mlp.mlp2_weight.blocks"),
         Rule(_EXPERTS + "mlp2_bias", _OWN_L + "mlp.mlp2_bias"),
         Rule(_L + "attention_norm.weight", _OWN_L + "attn.norm.scale"),
         Rule(_L + "ffn_norm.weight", _OWN_L + "mlp.norm.scale"),
@@ -110,26 +110,31 @@ def _naming_for(naming: Naming, args: ModelArgs) -> Naming:
 def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, TensorInfo]) -> Naming:
     """How floating tensors under the names of codes lie: as gate_up_proj's shape says, for down_proj too.
 
-    down_proj is square in published models. Raises CheckpointError where no shape can say it.
+    down_proj, which is square in published models, says it where there is no gate_up_proj. Raises CheckpointError
+    where no shape can.
     """
     from converters.dtypes import DTYPES  # with numpy, which a config does not load
 
     if naming.name != _BLOCKS.name:
         return naming
     assert isinstance(args, GptOssArgs)
-    of = next(rule.foreign for rule in naming.rules if rule.native == _GATE_UP)
-    names = (of.replace("{n}", str(layer)) for layer in range(args.num_layers))
-    floating = [n for n in names if n in tensors and DTYPES[tensors[n].dtype].is_floating]
+    of = {rule.native: rule.foreign for rule in naming.rules}
+    gate_up, down = (
+        [name for layer in range(args.num_layers) if (name := of[native].replace("{n}", str(layer))) in tensors]
+        for native in (_GATE_UP, _DOWN)
+    )
+    found = gate_up or down
+    num_in, num_out = (args.dim, 2 * args.ffn_hidden) if gate_up else (args.ffn_hidden, args.dim)
+    floating = [name for name in found if DTYPES[tensors[name].dtype].is_floating]
     if not floating:
         return naming
-    if 2 * args.ffn_hidden == args.dim:
+    if num_in == num_out:
         raise CheckpointError(
             f"{floating[0]} is {tensors[floating[0]].dtype}: torchtitan saves such tensors as [experts, out, in], and "
-            f"transformers as [experts, in, out]; with as many features in as out, {args.dim:,}, no shape says which",
+            f"transformers as [experts, in, out]; with as many features in as out, {num_in:,}, no shape says which",
             hint="save them again as gate_up_proj and down_proj, as transformers' class has them: [experts, in, out]",
         )
-    resaved = (args.num_experts, args.dim, 2 * args.ffn_hidden)
-    if not all(tensors[name].shape == resaved for name in floating):
+    if not all(tensors[name].shape == (args.num_experts, num_in, num_out) for name in floating):
         return naming
     rules = {rule.native: rule.op for rule in _RESAVED.rules}
     return replace(

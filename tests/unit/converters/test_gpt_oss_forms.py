@@ -118,6 +118,32 @@ def test_there_and_back_in_mxfp4(root, tmp_path):
     assert accept(tmp_path / "same").ok and verify(tmp_path / "same").ok
 
 
+def test_known_scales_that_are_too_large_are_not_kept(root, tmp_path):
+    """Of the same model, and of zeros, whose scale says nothing."""
+    held = read_folder(root / "mx")
+    for name in (name for name in held if name.endswith("_scales")):
+        held[name] += 6
+    other = save(tmp_path / "other", held, root / "mx", CONFIG)
+    report = convert(
+        root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize="mxfp4", scales_from=other)
+    )
+    assert report.moved_scales == report.num_scales
+    assert_same(values_of(tmp_path / "out"), values_of(root / "mx"))
+    held = read_folder(root / "mx")
+    name = "model.layers.1.mlp.experts.down_proj"
+    held[f"{name}_blocks"][3, 5, 1] &= 0x99  # largest code 1 (0.5): the rule's scale is an eighth
+    held[f"{name}_blocks"][3, 5, 1] |= 0x01
+    held[f"{name}_blocks"][4, 7, 0] &= 0x88
+    held[f"{name}_scales"][4, 7, 0] = 250
+    small = save(tmp_path / "small", held, root / "mx", CONFIG)
+    convert(small, tmp_path / "dcp", to="dcp")
+    report = convert(
+        tmp_path / "dcp", tmp_path / "same", to="hf", options=OutputOptions(quantize="mxfp4", scales_from=small)
+    )
+    assert report.moved_scales == 0
+    assert_same(read_folder(tmp_path / "same"), held)
+
+
 def test_transformers_dequantizes_the_published_form_to_the_same_logits(root, tmp_path):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
@@ -219,6 +245,24 @@ def test_floating_blocks_that_no_shape_explains_are_refused(root, tmp_path):
     assert not (tmp_path / "x").exists()
     names = [check for check in verify(src).checks if check.name == "names and shapes"]
     assert names[0].outcome == "failed"
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["torchtitan's", "transformers'"])
+def test_without_gate_up_down_s_shape_says_how_floating_blocks_lie(root, tmp_path, transposed):
+    numbers = ((), (("intermediate_size", 64),))
+    for place, widths in zip(("wide", "square"), numbers, strict=True):
+        (tmp_path / place).mkdir()
+        src, expected = floating(root, tmp_path / place, transposed=transposed, numbers=widths)
+        held = {name: t for name, t in read_folder(src).items() if not name.endswith("gate_up_proj_blocks")}
+        src, out = save(tmp_path / place / "part", held, src, None), tmp_path / place / "out"
+        if widths:  # no shape says it
+            with pytest.raises(
+                CheckpointError, match="layers.0.mlp.experts.down_proj_blocks is bfloat16.*no shape says"
+            ):
+                convert(src, out, to="hf", allow_missing=True)
+            continue
+        assert convert(src, out, to="hf", allow_missing=True).missing
+        assert_same(read_folder(out), {n: t for n, t in expected.items() if not n.endswith("gate_up_proj")})
 
 
 def test_one_layer_that_lies_otherwise_is_an_error(root, tmp_path):
@@ -411,6 +455,12 @@ def test_config_of_every_flavor_there_and_back(flavor):
     assert family.name == "gpt_oss" and found == args
     if flavor != "debug_window":  # lengths of one factor
         assert read_hf_config(release_config(args))[1] == args
+
+
+@pytest.mark.parametrize("window", [0, -5, 8.5, True])
+def test_a_window_of_no_tokens_is_refused_by_its_own_name(window):
+    with pytest.raises(UnsupportedError, match=f"sliding_window = {window}: expected a whole number of tokens"):
+        read_hf_config(config_of(FLAVORS["20b"]) | {"sliding_window": window})
 
 
 def test_openai_s_config_of_the_published_20b():

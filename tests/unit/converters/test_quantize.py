@@ -154,6 +154,33 @@ def test_values_that_outgrow_a_kept_scale_get_a_new_one(plain, tmp_path):
     assert_same(after, before)
 
 
+@pytest.mark.parametrize("how", SCHEMES)
+def test_known_scales_that_are_far_too_large_are_not_kept(plain, tmp_path, how):
+    """One block's, and all: most codes would be zero. Up to twice the formula's they are kept."""
+    published = write_fp8(tmp_path / "published", plain, ue8m0=how.endswith("ue8m0"))
+    convert(published, tmp_path / "dcp", to="dcp")
+    held, config = read_folder(published), json.loads((published / "config.json").read_text())["quantization_config"]
+    names = [name for name in held if name.endswith("_scale_inv")]
+    for name in names:
+        held[name] *= 2.0**16
+    wrong = save(tmp_path / "wrong", held, plain, config)
+    report = out(tmp_path / "dcp", tmp_path / "all", how, scales_from=wrong)
+    assert report.moved_scales == report.num_scales == 494
+    found, values = read_folder(tmp_path / "all"), read_folder(published)
+    for name in (name.removesuffix("_scale_inv") for name in names):
+        expected = dequantize(values[name], values[f"{name}_scale_inv"])
+        assert torch.equal(dequantize(found[name], found[f"{name}_scale_inv"]), expected)
+    held, scales = read_folder(published), f"{GATE}_scale_inv"
+    held[scales][1, 0] *= 2.0**16
+    wrong = save(tmp_path / "one", held, plain, config)
+    report = out(tmp_path / "dcp", tmp_path / "moved", how, scales_from=wrong)
+    moved = (read_folder(tmp_path / "moved")[scales] != held[scales]).nonzero().tolist()
+    assert report.moved_scales == 1 and moved == [[1, 0]]
+    # values that no scale gives back, as after training: a published scale may be twice the formula's
+    tuned = save(tmp_path / "tuned", {n: t * 0.6 for n, t in read_folder(plain).items()}, plain, None)
+    assert out(tuned, tmp_path / "kept", how, scales_from=published).moved_scales == 0
+
+
 def test_a_kept_scale_that_is_no_power_of_two_is_replaced_where_the_config_says_they_are(plain, tmp_path):
     """Readers of `scale_fmt: ue8m0` may keep the exponent alone."""
     published = write_fp8(tmp_path / "published", plain, ue8m0=True)
