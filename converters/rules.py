@@ -79,3 +79,4 @@ class Drop:
 
     pattern: str
     reason: str
+    is_of_rank: bool = False  # Meta's shards need not agree on it: nothing of it is compared

@@ -33,18 +33,18 @@ META = replace(
     drops=(
         *LLAMA_META.drops,
         Drop("freq_cis", "recomputed from rope_theta"),
-        Drop(_FEED + "expert_activation_DE", _STATISTICS),
-        Drop(_FEED + "global_gate_stats_3E", _STATISTICS),
-        Drop(_FEED + "running_gate_stats_3E", _STATISTICS),
+        Drop(_FEED + "expert_activation_DE", _STATISTICS, is_of_rank=True),
+        Drop(_FEED + "global_gate_stats_3E", _STATISTICS, is_of_rank=True),
+        Drop(_FEED + "running_gate_stats_3E", _STATISTICS, is_of_rank=True),
         *(
-            Drop(f"{_L}{module}._extra_state", "of float8 kernels, which Meta's code does not load")
+            Drop(f"{_L}{module}._extra_state", "of float8 kernels, which Meta's code does not load", is_of_rank=True)
             for module in (
                 *("attention.wqkv", "attention.wo", "feed_forward.mlp"),
                 *("feed_forward.experts.mlp", "feed_forward.mlp_shared"),
             )
         ),
-        Drop("vision_embeddings.{*}", _VISION),
-        Drop("vision_projection.{*}", _VISION),
+        Drop("vision_embeddings.{*}", _VISION, is_of_rank=True),
+        Drop("vision_projection.{*}", _VISION, is_of_rank=True),
     ),
 )
 
