@@ -15,12 +15,12 @@ from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
 from converters.families.meta_params import ffn_hidden
 from converters.model_numbers import check_numbers
-from converters.rules import Drop, Rule, Transposed, Zeros
+from converters.rules import OTHER_MEDIUM, Drop, Rule, Transposed, Zeros
 
 _L = "layers.{n}."
 _FEED = _L + "feed_forward."
 _STATISTICS = "a statistic of training, which Meta's code does not load"
-_VISION = "of the vision encoder, which the text model computes without; Hugging Face's folders can be kept whole"
+_VISION = OTHER_MEDIUM + "which the text model computes without; Hugging Face's folders can be kept whole"
 META = replace(
     LLAMA_META,
     rules=(

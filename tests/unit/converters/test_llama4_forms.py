@@ -129,6 +129,7 @@ def test_metas_shards(source, count, tmp_path):
     statistics = {"expert_activation_DE", "global_gate_stats_3E", "running_gate_stats_3E"}
     assert dropped == statistics | {"freqs", "_extra_state", "class_embedding", "weight"}  # the last two: of vision
     assert any("_extra_state of 6 modules is not read" in remark for remark in report.remarks)
+    assert any(r.startswith("2 tensors of encoders of other media (vision_embeddings,") for r in report.remarks)
     options = OutputOptions(num_shards=count)
     convert(root / "dcp", tmp_path / "written", to="meta", options=options)
     for rank, expected in enumerate(meta_shards(model, count)):
@@ -271,6 +272,15 @@ def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     assert f"{len(extras)} tensors beside the text model" in inspect_checkpoint(root / "dcp").parts
     meta = convert(root / "dcp", tmp_path / "meta", to="meta")
     assert set(extras) <= meta.dropped.keys() and diff(tmp_path / "meta", tmp_path / "text").equal
+    (counted,) = [remark for remark in meta.remarks if "encoders of other media" in remark]
+    assert counted.startswith(f"{len(extras)} tensors") and counted.endswith(
+        "for which an original Meta release has no place"
+    )
+    with pytest.raises(ConfigError, match=f"--keep-extra: .* has no place for the {len(extras)} tensors"):
+        convert(root / "dcp", tmp_path / "none", to="meta", keep_extra=True)
+    with pytest.raises(ConfigError, match="--keep-extra: .* has no place"):
+        convert(root / "hf", tmp_path / "none", to="meta", keep_extra=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_other_values_beside_the_text_model_are_a_difference(whole, tmp_path):
