@@ -149,7 +149,15 @@ def convert(
         weights, trained = apply_trained_by(opened, trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
             raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
-        plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)
+        plan = plan_conversion(
+            weights,
+            dst=dst,
+            output=output,
+            options=options,
+            dtype=dtype,
+            scales_from=scales_from,
+            keep_extra=keep_extra,
+        )
         quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
@@ -229,7 +237,8 @@ def convert(
                 [
                     _describe_long_files(plan.target.file_bytes, options.shard_bytes),
                     describe_mtp(weights.num_mtp_layers, plan.dropped),
-                    describe_extras(plan.dropped, catalog.tensors),
+                    # of Meta's shards the catalog has one rank's part
+                    *describe_extras(plan.dropped, {} if catalog.container == "meta" else catalog.tensors),
                     unchecked_remark(catalog, vouched),
                     *remarks,
                     *catalog.notes,

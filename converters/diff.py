@@ -248,7 +248,7 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
     for other in fused_with(name, get_family(info.family)) if info else ():
         is_alike = other != name and b.tensors.get(other) == a.tensors[name]
         if is_alike and first_differing_block(a, name, b, other) is None:
-            return f"equal to {other}: gate and up are swapped"
+            return f"equal to {other}: {_pair(name, other)} are swapped"
     if len(a.tensors[name].shape) > 2:
         by_text = sorted(range(a.tensors[name].shape[0]), key=str)
         for x, y in ((a, b), (b, a)):
@@ -264,6 +264,12 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
     if len(shape) > 1 and shape[-1] == shape[-2] and _same_bits(_transposed(a, name), b, name):
         return "equal after a transpose"
     return ""
+
+
+def _pair(name: str, other: str) -> str:
+    """What two tensors are that a naming has as one."""
+    halves = (set(each.split(".")) - {"weight", "bias"} for each in (name, other))
+    return "gate and up" if {"w1", "w3"} == set.symmetric_difference(*halves) else "the two"
 
 
 def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming: Naming) -> TensorSource | None:

@@ -15,10 +15,11 @@ from converters.expressions import Expression, Source
 from converters.families.base import Family, ModelArgs, Multimodal
 from converters.families.registry import all_families
 from converters.names import ASSETS_FOLDER
+from converters.rules import OTHER_MEDIUM
 from converters.view import View
 
 OUTER = "multimodal"  # the key of titan_model.json
-EXTRA_REASON = "of the encoder of another medium, which the text model computes without; --keep-extra keeps it"
+EXTRA_REASON = OTHER_MEDIUM + "which the text model computes without; --keep-extra keeps it"
 # What titan writes itself, or keeps among the text part's fields
 _NOT_OUTER = {
     *("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings"),
@@ -98,14 +99,29 @@ def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, .
         )
 
 
-def describe_extras(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> str:
-    """A remark on the tensors of other media that a conversion leaves out; "" if there are none."""
-    names = [name for name, reason in dropped.items() if reason == EXTRA_REASON]
-    if not names:
-        return ""
-    parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-    num_bytes = sum(tensors[name].num_bytes for name in names if name in tensors)
-    return (
-        f"{len(names):,} tensors of encoders of other media ({parts}; {num_bytes / 1e9:.2f} GB) are left out: the text "
-        "model computes the same; --keep-extra keeps them"
-    )
+def require_place(output: str, names: tuple[str, ...], *, keep_extra: bool | None) -> dict[str, str]:
+    """Name → reason, of tensors that an output has no place for. Raises ConfigError where they were asked for."""
+    if names and keep_extra:
+        raise ConfigError(
+            f"--keep-extra: {output} has no place for the {len(names):,} tensors beside the text model",
+            hint="--to dcp, torch and hf keep them",
+            tries=["--no-keep-extra"],
+        )
+    return dict.fromkeys(names, f"{OTHER_MEDIUM}for which {output} has no place")
+
+
+def describe_extras(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> list[str]:
+    """Remarks on the tensors of other media that a conversion leaves out, by reason. `tensors`: those with a size."""
+    remarks = []
+    for reason in dict.fromkeys(reason for reason in dropped.values() if reason.startswith(OTHER_MEDIUM)):
+        names = [name for name, its in dropped.items() if its == reason]
+        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+        num_bytes = sum(tensors[name].num_bytes for name in names if name in tensors)
+        size = f"; {num_bytes / 1e9:.2f} GB" if num_bytes else ""
+        why = (
+            "the text model computes the same; --keep-extra keeps them"
+            if reason == EXTRA_REASON
+            else reason.removeprefix(OTHER_MEDIUM)
+        )
+        remarks.append(f"{len(names):,} tensors of encoders of other media ({parts}{size}) are left out: {why}")
+    return remarks

@@ -16,7 +16,7 @@ from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.foreign_view import foreign_view
 from converters.formats.base import Contents, Format, OutputOptions
-from converters.multimodal import with_extras
+from converters.multimodal import require_place, with_extras
 from converters.namings import is_named
 from converters.quantize import Quantization, plan_quantization
 from converters.source_check import check_digests
@@ -50,11 +50,12 @@ def plan_conversion(
     options: OutputOptions,
     dtype: str | None,
     scales_from: NativeWeights | None = None,
+    keep_extra: bool | None = None,
 ) -> ConversionPlan:
     """Plan writing `weights` as `output`; `scales_from`: the open checkpoint that `options` name.
 
-    Raises UnsupportedError where it cannot hold this model, and CheckpointError where it cannot hold values that are
-    not zero.
+    Raises UnsupportedError where it cannot hold this model, CheckpointError where it cannot hold values that are not
+    zero, and ConfigError for a `keep_extra` where it cannot hold the tensors beside the text model.
     """
     output.check_options(options)
     family = get_family(weights.info.family)
@@ -68,9 +69,9 @@ def plan_conversion(
     ledger = weights.source.ledger
     native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
     written = {fqn for held in native_of.values() for fqn in held}
-    dropped = {} if naming is None else _dropped(weights, view, output, options)
-    if not holds_extras:
-        dropped |= dict.fromkeys(weights.extras, f"{output.called} has no place for it")
+    homeless = () if holds_extras else weights.extras
+    no_place = require_place(output.called, homeless, keep_extra=keep_extra)
+    dropped = no_place if naming is None else no_place | _dropped(weights, view, output, options)
     native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
     casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
     quantization = None

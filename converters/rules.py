@@ -70,6 +70,9 @@ class Rule:
     op: Op = Same()
 
 
+OTHER_MEDIUM = "of the encoder of another medium, "  # how reasons begin of what a text model computes without
+
+
 @dataclass(frozen=True, slots=True)
 class Drop:
     """A foreign key that is not needed. The report lists it with its reason.
@@ -79,3 +82,4 @@ class Drop:
 
     pattern: str
     reason: str
+    is_of_rank: bool = False  # Meta's shards need not agree on it: nothing of it is compared

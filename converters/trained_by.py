@@ -27,7 +27,10 @@ def foreign_remark(catalog: Catalog, naming: str, info: ModelInfo) -> str:
 def _warning(info: ModelInfo, *, which: str, advice: str) -> str:
     deviate = get_family(info.family).as_torchtitan_trained
     assert deviate is not None  # as of every foreign one
-    summary = deviate(info.args, beyond_original=False).summary
+    try:
+        summary = deviate(info.args, beyond_original=False).summary
+    except ConfigError as error:  # the weights may be of another trainer
+        summary = error.message
     return (
         f"WARNING: if torchtitan v0.2.2 trained it, the model computed otherwise than the published one, which {which} "
         f"({summary}; see docs/training.md): {advice}"

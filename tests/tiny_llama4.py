@@ -121,7 +121,10 @@ def native_arrays(model) -> dict[str, np.ndarray]:
 
 
 def meta_shards(model, count: int) -> list[dict]:
-    """The files of a Meta release of so many shards, by what transformers' conversion script makes of them."""
+    """The files of a Meta release of so many shards, by what transformers' conversion script makes of them.
+
+    What is dropped is another in each rank: statistics, states of kernels, and parts of the vision encoder.
+    """
     import torch
 
     state, config, shards = text_state(model), text_config(model), []
@@ -143,7 +146,9 @@ def meta_shards(model, count: int) -> list[dict]:
             held[f"{layer}attention.wqkv.weight"] = torch.cat(qkv)
             held[f"{layer}attention.wqkv.layer_norm_weight"] = state[f"{theirs}input_layernorm.weight"]
             held[f"{layer}attention.wqkv._extra_state"] = io.BytesIO(b"state of a kernel")
-            held[f"{layer}attention.wo._extra_state"] = io.BytesIO()
+            held[f"{layer}attention.wo._extra_state"] = torch.full((rank + 1,), rank, dtype=torch.uint8)
+            if n == 0:
+                held[f"{layer}feed_forward.mlp_shared._extra_state"] = io.BytesIO()
             held[f"{layer}attention.wo.weight"] = part(f"{theirs}self_attn.o_proj.weight", 1)
             norm = state[f"{theirs}post_attention_layernorm.weight"]
             if n not in config.moe_layers:
@@ -163,11 +168,12 @@ def meta_shards(model, count: int) -> list[dict]:
             held[f"{feed}w_in_shared_FD.weight"] = part(f"{of}shared_expert.gate_proj.weight", 0)
             held[f"{feed}w_swiglu_FD.weight"] = part(f"{of}shared_expert.up_proj.weight", 0)
             held[f"{feed}w_out_shared_DF.weight"] = part(f"{of}shared_expert.down_proj.weight", 1)
-            held[f"{feed}expert_activation_DE"] = torch.zeros(config.hidden_size, config.num_local_experts)
-            held[f"{feed}global_gate_stats_3E"] = torch.zeros(3, config.num_local_experts)
-            held[f"{feed}running_gate_stats_3E"] = torch.zeros(3, config.num_local_experts)
+            experts = config.num_local_experts
+            held[f"{feed}expert_activation_DE"] = torch.full((config.hidden_size, experts), float(rank))
+            held[f"{feed}global_gate_stats_3E"] = torch.full((3, experts), float(rank))
+            held[f"{feed}running_gate_stats_3E"] = torch.full((3, experts), float(rank))
         held["vision_embeddings.vision_encoder.class_embedding"] = torch.ones(4)
-        held["vision_projection.weight"] = torch.ones(2, 4)
+        held["vision_projection.weight"] = torch.full((2, 4), float(rank))
         shards.append(
             {name: value if isinstance(value, io.BytesIO) else value.contiguous() for name, value in held.items()}
         )

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from converters.convert import ConvertReport
 from converters.fold import fold_texts
 from converters.mtp import MTP_REASON
-from converters.multimodal import EXTRA_REASON
 from converters.needs import Needs
 from converters.reshard import ReshardReport
+from converters.rules import OTHER_MEDIUM
 from converters.sizes import format_bytes
 from titan_tools.console import count, non_finite
 
@@ -43,8 +43,10 @@ def print_conversion(report: ConvertReport) -> None:
     if report.other_files:
         _line("with", ", ".join(report.other_files))
     # notes count those of layers for multi-token prediction and of other media, which are many
-    counted = (MTP_REASON, EXTRA_REASON)
-    _print_reasons("dropped", {name: reason for name, reason in report.dropped.items() if reason not in counted})
+    counted = (MTP_REASON, OTHER_MEDIUM)
+    _print_reasons(
+        "dropped", {name: reason for name, reason in report.dropped.items() if not reason.startswith(counted)}
+    )
     _print_reasons("zeros", report.made)
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")

@@ -47,8 +47,9 @@ def read_catalog(path: Path) -> Catalog:
         _require_whole(path, files, shards[0])
         shards[0].container = "meta"
         return shards[0]
-    _require_alike(path, files, shards)
-    return _join(path, files, shards)
+    of_ranks = _of_ranks(path, shards)
+    _require_alike(path, files, shards, of_ranks)
+    return _join(path, files, shards, of_ranks)
 
 
 def _shard_files(path: Path) -> list[str]:
@@ -123,10 +124,28 @@ def _require_own_names(path: Path, files: Sequence[str]) -> None:
         )
 
 
-def _require_alike(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> None:
-    """Raise CheckpointError unless all shards have the same names, shapes and dtypes."""
+def _of_ranks(path: Path, shards: Sequence[Catalog]) -> dict[str, TensorEntry]:
+    """The dropped tensors that each rank has its own of, such as parts of a vision encoder, as one shard has them."""
+    params = read_json(path / META_PARAMS)
+    try:
+        family, _ = read_meta_params(params, _vocabulary_shapes(params, shards[0], len(shards)))
+    except TitanError:
+        return {}  # reported when they are joined
+    naming = family.namings["meta"]
+    own = replace(naming, drops=tuple(drop for drop in naming.drops if drop.is_of_rank))
+    found: dict[str, TensorEntry] = {}
+    for shard in shards:
+        found |= {n: e for n, e in shard.tensors.items() if n not in found and drop_reason(n, own)}
+    return found
+
+
+def _require_alike(
+    path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks: Mapping[str, TensorEntry]
+) -> None:
+    """Raise CheckpointError unless all shards have the same names, shapes and dtypes, but for those `of_ranks`."""
     problems = []
-    for fqn in dict.fromkeys(fqn for shard in shards for fqn in (*shard.tensors, *shard.values)):
+    names = dict.fromkeys(fqn for shard in shards for fqn in (*shard.tensors, *shard.values))
+    for fqn in (fqn for fqn in names if fqn not in of_ranks):
         found = [_describe(shard, fqn) for shard in shards]
         usual = Counter(found).most_common(1)[0][0]
         problems += [
@@ -146,13 +165,16 @@ def _describe(shard: Catalog, fqn: str) -> str:
     return f"{shard.values[fqn]!r:.60}" if fqn in shard.values else "nothing"
 
 
-def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalog:
+def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks: Mapping[str, TensorEntry]) -> Catalog:
     first, count = shards[0], len(shards)
     args, parameters, dropped = _model(path, first, count)
     catalog = Catalog(path, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
     catalog.unread = dict(first.unread)
     problems, asked, cut = [], set(), []
+    catalog.tensors |= of_ranks
     for fqn, entry in first.tensors.items():
+        if fqn in of_ranks:
+            continue  # dropped, so nothing of it is read
         chunks = [shard.tensors[fqn].chunks[0] for shard in shards]
         parameter = parameters.get(fqn)
         if fqn in dropped or (parameter and parameter.tp_dim is None and parameter.shape == entry.shape):
@@ -281,14 +303,16 @@ def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
 def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:
     """Raise CheckpointError for copies of a shard under another name, by the CRC32s in the files, if they have them.
 
-    Constant weights (zeros of a test) are equal in every shard, and not copies.
+    Constant weights (zeros of a test) are equal in every shard, and not copies. Parts of a fused weight differ only in
+    where they begin in its record, so that is compared of shards, and does not tell whether weights are constant.
     """
     marks: dict[tuple[Any, ...], str] = {}
     doubles = []
     for file, shard in zip(files, shards, strict=True):
         chunks = [shard.tensors[fqn].chunks[0] for fqn in cut]
         mark = tuple((c.crc32, c.record and c.byte_offset - c.record[0], c.box.sizes) for c in chunks)
-        if any(c.crc32 is None for c in chunks) or len(set(mark)) == len({c.box.sizes for c in chunks}):
+        records = {(c.crc32, c.record and c.record[1]) for c in chunks}
+        if any(crc is None for crc, _ in records) or len(records) == len({size for _, size in records}):
             continue
         if (other := marks.setdefault(mark, file)) != file:
             doubles.append(f"{file}: the same content as {other}")

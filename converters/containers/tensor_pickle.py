@@ -77,6 +77,11 @@ class ByteStream(metaclass=Sealed):
 
     __slots__ = ("data",)
 
+    def __new__(cls) -> "ByteStream":
+        stream = super().__new__(cls)
+        stream.data = b""  # of a stream that is pickled without a state
+        return stream
+
     def __setstate__(self, state: Any) -> None:
         data, *_ = state
         if not isinstance(data, bytes):

@@ -49,7 +49,7 @@ def cast(array: np.ndarray, dtype: str) -> Cast:
 
 def _relative_error(old: np.ndarray, new: np.ndarray) -> float:
     wide = np.promote_types(np.result_type(old, np.float32), np.float32)
-    old = old.astype(wide)
+    old, new = np.atleast_1d(old).astype(wide), np.atleast_1d(new)  # numpy makes scalars of arrays without dims
     with np.errstate(over="ignore", invalid="ignore"):
         error = np.abs(new.astype(wide) - old)
         size = np.abs(old)

@@ -134,9 +134,11 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     for key, value in (("no_rope_layers", rope or None), ("layer_types", kinds)):
         if value is not None and (not isinstance(value, list) or len(value) != layers):
             refused.append(f"{key} = {str(value)[:60]}: not a list of {layers} entries, one for each layer")
-    tunes = config.get("attn_temperature_tuning")
-    if not isinstance(tunes, int | None):  # published files have the number 4, whose truth value counts
+    tunes = config.get("attn_temperature_tuning", True)
+    if not isinstance(tunes, int):  # published files have the number 4, whose truth value counts
         refused.append(f"attn_temperature_tuning = {tunes!r}")
+    if config.get("use_qk_norm", True) is None:  # false in transformers 4, an error in 5
+        refused.append("use_qk_norm = None")
     if refused:
         return refused
     if rope and not all(number in (0, 1) for number in rope):

@@ -15,12 +15,12 @@ from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
 from converters.families.meta_params import ffn_hidden
 from converters.model_numbers import check_numbers
-from converters.rules import Drop, Rule, Transposed, Zeros
+from converters.rules import OTHER_MEDIUM, Drop, Rule, Transposed, Zeros
 
 _L = "layers.{n}."
 _FEED = _L + "feed_forward."
 _STATISTICS = "a statistic of training, which Meta's code does not load"
-_VISION = "of the vision encoder, which the text model computes without; Hugging Face's folders can be kept whole"
+_VISION = OTHER_MEDIUM + "which the text model computes without; Hugging Face's folders can be kept whole"
 META = replace(
     LLAMA_META,
     rules=(
@@ -33,18 +33,18 @@ META = replace(
     drops=(
         *LLAMA_META.drops,
         Drop("freq_cis", "recomputed from rope_theta"),
-        Drop(_FEED + "expert_activation_DE", _STATISTICS),
-        Drop(_FEED + "global_gate_stats_3E", _STATISTICS),
-        Drop(_FEED + "running_gate_stats_3E", _STATISTICS),
+        Drop(_FEED + "expert_activation_DE", _STATISTICS, is_of_rank=True),
+        Drop(_FEED + "global_gate_stats_3E", _STATISTICS, is_of_rank=True),
+        Drop(_FEED + "running_gate_stats_3E", _STATISTICS, is_of_rank=True),
         *(
-            Drop(f"{_L}{module}._extra_state", "of float8 kernels, which Meta's code does not load")
+            Drop(f"{_L}{module}._extra_state", "of float8 kernels, which Meta's code does not load", is_of_rank=True)
             for module in (
                 *("attention.wqkv", "attention.wo", "feed_forward.mlp"),
                 *("feed_forward.experts.mlp", "feed_forward.mlp_shared"),
             )
         ),
-        Drop("vision_embeddings.{*}", _VISION),
-        Drop("vision_projection.{*}", _VISION),
+        Drop("vision_embeddings.{*}", _VISION, is_of_rank=True),
+        Drop("vision_projection.{*}", _VISION, is_of_rank=True),
     ),
 )
 

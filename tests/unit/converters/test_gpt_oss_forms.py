@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from converters.accept import accept
 from converters.convert import convert
@@ -194,6 +195,22 @@ def test_openai_s_release_has_other_names_and_one_matrix_for_q_k_and_v(root, tmp
     report = convert(tmp_path / "oa", tmp_path / "mx", to="hf", options=MXFP4)
     assert report.moved_scales == 0 and report.scales_of == str(tmp_path / "oa")
     assert_same(read_folder(tmp_path / "mx"), theirs)
+
+
+def test_keys_and_values_exchanged_are_named(root, tmp_path):
+    """OpenAI's names have them as one matrix, as they have nothing of gate and up."""
+    convert(root / "dcp", tmp_path / "hf", to="hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    tensors = load_file(file)
+    k, v = (f"model.layers.1.self_attn.{x}_proj.weight" for x in "kv")
+    tensors[k], tensors[v] = tensors[v], tensors[k]
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "hf/titan_manifest.json").unlink()
+    found = {each.name: each.detail for each in diff(tmp_path / "hf", root / "dcp").differences}
+    wk, wv = (f"layers.1.attention.{x}.weight" for x in ("wk", "wv"))
+    assert found.keys() == {wk, wv}
+    assert found[wk].startswith(f"equal to {wv}: the two are swapped")
+    assert found[wv].startswith(f"equal to {wk}: the two are swapped")
 
 
 def test_newest_torchtitan_names(root, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import shutil
 import time
 
@@ -35,6 +36,7 @@ from tests.tiny_llama4 import (
     write_llama4,
     write_meta,
 )
+from tests.unit.converters import evil
 from tests.unit.converters.families.test_llama4_config import MAVERICK, OUTER, SCOUT
 
 FAMILY = get_family("llama4")
@@ -125,15 +127,16 @@ def test_metas_shards(source, count, tmp_path):
     assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
     dropped = {name.split(".")[-1] for name in report.dropped}
     statistics = {"expert_activation_DE", "global_gate_stats_3E", "running_gate_stats_3E"}
-    assert dropped == statistics | {"freqs", "class_embedding", "weight"}  # rope.freqs and two of vision
-    assert any("_extra_state of 10 modules is not read" in remark for remark in report.remarks)
+    assert dropped == statistics | {"freqs", "_extra_state", "class_embedding", "weight"}  # the last two: of vision
+    assert any("_extra_state of 6 modules is not read" in remark for remark in report.remarks)
+    assert any(r.startswith("2 tensors of encoders of other media (vision_embeddings,") for r in report.remarks)
     options = OutputOptions(num_shards=count)
     convert(root / "dcp", tmp_path / "written", to="meta", options=options)
     for rank, expected in enumerate(meta_shards(model, count)):
         file = f"consolidated.{rank:02}.pth"
         found = torch.load(tmp_path / "written" / file, weights_only=True)
         expected = {n: t for n, t in expected.items() if torch.is_tensor(t) and n.split(".")[-1] not in statistics}
-        expected = {n: t for n, t in expected.items() if not n.startswith(("vision", "rope"))}
+        expected = {n: t for n, t in expected.items() if not n.startswith(("vision", "rope")) and "_extra_" not in n}
         assert_equal(found, expected)
     assert diff(tmp_path / "written", tmp_path / "release").equal
     for file in ("titan_model.json", "titan_manifest.json"):  # params.json alone
@@ -141,10 +144,52 @@ def test_metas_shards(source, count, tmp_path):
     assert diff(tmp_path / "written", root / "hf").equal
 
 
+def test_what_every_shard_needs_alike_is_compared(source, tmp_path):
+    """Other than what is dropped as each rank's own: that may differ, or be in one file alone."""
+    _, model, root = source
+    write_meta(tmp_path / "release", model, 2)
+    file = tmp_path / "release/consolidated.01.pth"
+    state = torch.load(file, weights_only=False)
+    state["vision_embeddings.of_this_rank"] = torch.ones(3)
+    torch.save(state, file)
+    report = convert(tmp_path / "release", tmp_path / "dcp", to="dcp")
+    assert "vision_embeddings.of_this_rank" in report.dropped and diff(tmp_path / "dcp", root / "dcp").equal
+    assert verify(tmp_path / "release").ok
+    state["layers.2.attention.wqkv.layer_norm_weight"][0] += 1
+    state["rope.freqs"] = torch.zeros(4)
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match="that must be equal in all of them") as error:
+        convert(tmp_path / "release", tmp_path / "out", to="dcp")
+    assert error.value.message.count("consolidated.01.pth") == 2
+
+
+def test_shards_of_zeros_are_no_doubles(source, tmp_path):
+    """Parts of a fused weight begin at different places of one record. A real double is one all the same."""
+    _, model, _ = source
+    write_meta(tmp_path / "release", model, 2)
+    first, second = (tmp_path / f"release/consolidated.{rank:02}.pth" for rank in range(2))
+    content = io.BytesIO()  # without a name, which would tell
+    torch.save(torch.load(first, weights_only=False), content)
+    second.write_bytes(content.getvalue())
+    with pytest.raises(CheckpointError, match="a shard is repeated"):
+        convert(tmp_path / "release", tmp_path / "out", to="dcp")
+    for file in (first, second):
+        state = torch.load(file, weights_only=False)
+        torch.save({n: torch.zeros_like(t) if torch.is_tensor(t) else t for n, t in state.items()}, file)
+    assert convert(tmp_path / "release", tmp_path / "out", to="dcp").num_tensors
+
+
 @pytest.mark.parametrize("data", [b"", b"\x80some bytes"])
 def test_states_of_kernels_are_bytes(data, tmp_path):
     torch.save({"a._extra_state": io.BytesIO(data), "a": torch.ones(2)}, tmp_path / "file.pth")
     assert read_catalog(tmp_path / "file.pth").values == {"a._extra_state": data}
+
+
+def test_a_stream_without_a_state_is_empty(tmp_path):
+    stream = b"\x80\x02}X\x01\x00\x00\x00ac_io\nBytesIO\n)Rs."  # {"a": _io.BytesIO()}
+    assert pickle.loads(stream)["a"].getvalue() == b""
+    (tmp_path / "file.pth").write_bytes(evil.torch_zip(stream))
+    assert read_catalog(tmp_path / "file.pth").values == {"a": b""}
 
 
 def test_renamed_experts_of_a_release_are_seen(source, tmp_path):
@@ -227,6 +272,15 @@ def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     assert f"{len(extras)} tensors beside the text model" in inspect_checkpoint(root / "dcp").parts
     meta = convert(root / "dcp", tmp_path / "meta", to="meta")
     assert set(extras) <= meta.dropped.keys() and diff(tmp_path / "meta", tmp_path / "text").equal
+    (counted,) = [remark for remark in meta.remarks if "encoders of other media" in remark]
+    assert counted.startswith(f"{len(extras)} tensors") and counted.endswith(
+        "for which an original Meta release has no place"
+    )
+    with pytest.raises(ConfigError, match=f"--keep-extra: .* has no place for the {len(extras)} tensors"):
+        convert(root / "dcp", tmp_path / "none", to="meta", keep_extra=True)
+    with pytest.raises(ConfigError, match="--keep-extra: .* has no place"):
+        convert(root / "hf", tmp_path / "none", to="meta", keep_extra=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_other_values_beside_the_text_model_are_a_difference(whole, tmp_path):

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from converters.convert import convert
 from converters.errors import ConfigError
+from converters.families.llama4 import FLAVORS
+from converters.families.llama4_torchtitan import as_torchtitan_trained
 from converters.model_info import read_model_info
 from converters.trained_by import TRAINED_BY
 from converters.weights import open_native
@@ -108,6 +110,34 @@ def test_llama4(tmp_path):
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
     with pytest.raises(ConfigError, match="Llama 4 has no YaRN"):
         convert(tmp_path / "dcp", tmp_path / "no", to="hf", model_from=tmp_path / "hf", trained_by=TRAINED_BY[2])
+
+
+@pytest.mark.parametrize(
+    ("without", "num_layers", "trained"),
+    [
+        ((), 5, ()),
+        ((3,), 5, (0, 4)),
+        ((3, 7), 8, (0, 4)),
+        ((0, 4), 5, (0, 4)),  # stated as v0.2.2 has them
+        ((0,), 4, (0,)),
+        ((0, 1, 2), 3, (0, 1, 2)),
+    ],
+)
+def test_llama4_layers_without_positions(without, num_layers, trained):
+    """Those of v0.2.2 are the layers whose number is a multiple of the step."""
+    args = replace(FLAVORS["debug_scout"], num_layers=num_layers, layers_without_positions=without)
+    assert as_torchtitan_trained(args, beyond_original=False).args.layers_without_positions == trained
+
+
+def test_llama4_layers_that_are_not_every_so_manyth(tmp_path):
+    numbers = {"no_rope_layers": [1, 1, 0, 1, 0]}
+    arrays = tiny_llama4.native_arrays(tiny_llama4.write_llama4(tmp_path / "hf", "maverick", **numbers))
+    dcp.save({n: torch.tensor(a) for n, a in arrays.items()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    asked = {"to": "dcp", "model_from": tmp_path / "hf"}
+    with pytest.raises(ConfigError, match=r"layers without positions \[2, 4\] of 5"):
+        convert(tmp_path / "dcp", tmp_path / "out", trained_by="torchtitan-0.2.2", **asked)
+    convert(tmp_path / "dcp", tmp_path / "out", **asked)  # of another trainer
+    assert read_model_info(tmp_path / "out").args.layers_without_positions == (2, 4)
 
 
 @pytest.mark.parametrize("trained_by", TRAINED_BY)

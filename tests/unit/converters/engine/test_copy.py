@@ -18,7 +18,7 @@ import converters.engine.copy as copying
 from converters.catalog import Box, TensorInfo
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
-from converters.engine.casts import count_non_finite
+from converters.engine.casts import cast, count_non_finite
 from converters.engine.copy import MOST_BYTES, copy_tensors, whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, UnsupportedError
@@ -279,3 +279,12 @@ def test_a_limit_on_the_length_of_files_is_reported_in_plain_words(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, old_handler)
+
+
+@pytest.mark.parametrize("value", [1.001, 0.0, float("inf")])
+def test_a_tensor_without_dims_is_cast(value):
+    """As one with a single element."""
+    alone, one = (cast(np.full(shape, value, np.float32), "bfloat16") for shape in ((), (1,)))
+    assert alone.values.shape == () and alone.values.astype(np.float32) == one.values.astype(np.float32)[0]
+    assert (alone.overflows, alone.relative_error) == (one.overflows, one.relative_error)
+    assert (alone.relative_error > 0) == (value == 1.001)

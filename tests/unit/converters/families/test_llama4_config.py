@@ -133,6 +133,8 @@ def test_numbers_left_out_are_the_defaults_of_the_class():
         ({"layer_types": ["chunked_attention", *["full_attention"] * 3]}, "in some of the layers"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE of type yarn"),
         ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning = 'yes'"),
+        ({"attn_temperature_tuning": None}, "attn_temperature_tuning = None"),  # false in transformers 4, an error in 5
+        ({"use_qk_norm": None}, "use_qk_norm = None"),
     ],
 )
 def test_what_no_model_of_titan_computes_is_refused(change, message):
