@@ -332,6 +332,18 @@ def test_splitting_keys_with_sinks_is_tried_before_it_is_used(monkeypatch, heads
     assert not attention._flash_is_right(CPU, torch.float32, 16, 70)
 
 
+@pytest.mark.parametrize("wrong_length", [0, 128, 512])
+def test_splitting_keys_with_sinks_is_tried_with_a_window_and_more(monkeypatch, wrong_length):
+    def with_wrong_sums(q, keys, values, first_query, first_key, most_q, most_k, *args, **named):
+        out, lse, *rest = flash_attention(q, keys, values, first_query, first_key, most_q, most_k, *args, **named)
+        return out, lse + (most_k == wrong_length), *rest
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", with_wrong_sums)
+    monkeypatch.setattr(static_decode, "may_flash", lambda *_: True)
+    can_split = static_decode.can_split.__wrapped__  # without its cache
+    assert can_split(CPU, torch.float32, 16, sinks=True) == (wrong_length == 0)
+
+
 def test_sums_of_the_cpus_kernel_are_tried_before_they_are_used(monkeypatch):
     assert attention.has_sums_on_cpu(torch.float32) and attention.has_sums_on_cpu(torch.bfloat16)
     attention.has_sums_on_cpu.cache_clear()
