@@ -241,7 +241,8 @@ class GroupedQuery:
     """Grouped-query attention with the numbers of ModelArgs, and what a layer computes differently from plain Llama's.
 
     A token sees itself and tokens before it: the last `window` with itself, or those of its chunk, where positions
-    p // chunk are equal. With attention within documents, both count positions of a document.
+    p // chunk are equal. With attention within documents by an index's offsets, positions are those of a document; with
+    `document_mask = "eos"`, those of the sequence, which chunks and the temperature count.
     """
 
     window: int | None = None  # None: all tokens before it

@@ -65,7 +65,12 @@ RELEASED_VOCAB = {_NUM_RELEASED_RANKS: 128256, _LLAMA4_RANKS: 202048}  # by numb
 
 def pattern_of(num_ranks: int) -> str:
     """How the code of the release with so many ranks splits text; Llama 3's for others."""
-    return LLAMA4_PATTERN if num_ranks == _LLAMA4_RANKS else LLAMA3_PATTERN
+    return LLAMA4_PATTERN if is_llama4(num_ranks) else LLAMA3_PATTERN
+
+
+def is_llama4(num_ranks: int) -> bool:
+    """Whether a tokenizer.model with so many ranks is that of Llama 4's releases."""
+    return num_ranks == _LLAMA4_RANKS
 
 
 def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
@@ -74,7 +79,7 @@ def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
     Meta's releases have 256, with the first two reserved ones among the named, and Llama 4's 2048; small ones have
     only named ones.
     """
-    if num_ranks == _LLAMA4_RANKS:
+    if is_llama4(num_ranks):
         end = max(0, vocab_size - num_ranks)
         return [*_LLAMA4_NAMED, *_reserved("", 0, max(0, end - len(_LLAMA4_NAMED)))][:end]
     first_reserved = 2 if num_ranks == _NUM_RELEASED_RANKS else 0

@@ -60,8 +60,9 @@ class Router(nn.Module):
             slots_R = torch.arange(len(x_TD) * self.top_k, device=x_TD.device)
             ids_TK = (slots_R % self.num_experts).view(-1, self.top_k)
         else:
-            # less 1, as the sigmoids of large logits all round to 1: Llama 4 chooses by logits
-            choice_TE = (-torch.sigmoid(-logits_TE) if self.chooses_by_logits else scores_TE) + bias_E
+            # Llama 4 chooses by logits; the float32 sigmoids of large ones all round to 1, those in float64 up to 36
+            choice_TE = logits_TE.double().sigmoid() if self.chooses_by_logits else scores_TE
+            choice_TE = choice_TE + bias_E
             if self.num_groups > 1:
                 choice_TE = self._in_best_groups(choice_TE)
             ids_TK = choice_TE.topk(self.top_k, dim=-1).indices

@@ -190,6 +190,8 @@ def attach_cache(
             made = LayerCache(keys, _zeros(rows, num_kv_heads, reach.size, attention.head_dim, dtype, device), reach)
         attention.inner_attention = CachedAttention(cache, made)
         cache.layers.append(made)
+    # `cut` to a mark restores windows alone, and one number per row says what all layers have
+    assert not cache.has_windows or all(reach.is_window or reach.size >= room for reach in cache.reaches)
     return cache
 
 

@@ -163,13 +163,15 @@ class Engine:
     def _pass(self, prompts: Sequence[RowTokens], marks: Sequence[Sequence[int]]) -> Tensor:
         if self._static:
             self._static.forget_ahead()
-        spans = []
-        for one, wanted in zip(prompts, marks, strict=True):
-            num = len(one.tokens)
-            # Before the pass: an interruption must not leave `held` with tokens whose keys are overwritten
-            self._cut(one.row, one.keep)
+        # Before the pass: an interruption must not leave `held` with tokens whose keys are overwritten. All rows are
+        # cut before any is written, and a row has the marks of its last tokens only.
+        for row, keep in dict.fromkeys((one.row, one.keep) for one in prompts):
+            self._cut(row, keep)
+        spans, last = [], {one.row: place for place, one in enumerate(prompts)}
+        for place, (one, wanted) in enumerate(zip(prompts, marks, strict=True)):
+            num, is_last = len(one.tokens), last[one.row] == place
             self._cache.will_write(one.row, num)
-            spans.append(Span(one.row, one.keep, num, tuple(at for at in wanted if one.keep < at <= num)))
+            spans.append(Span(one.row, one.keep, num, tuple(at for at in wanted if is_last and one.keep < at <= num)))
         new_1L = torch.tensor([[token for one in prompts for token in one.tokens[one.keep :]]])
         step = Prefill(spans, device=self.model.device, dtype=self.model.dtype)
         hidden_LD = _forward(self.model.body, self._cache, step, new_1L.to(self.model.device))[0]

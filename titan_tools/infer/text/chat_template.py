@@ -1,6 +1,7 @@
 """A checkpoint's chat template: find it and render the messages of a conversation."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,18 +12,20 @@ from typing import Any
 from converters.assets import CHAT_TEMPLATES, find_assets
 from converters.errors import CheckpointError, ConfigError
 from converters.json_file import read_json
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG
-from converters.tokenizers.tiktoken_model import BEGIN, END, looks_like_tiktoken
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.tokenizers.config_tokens import read_table
+from converters.tokenizers.tiktoken_model import BEGIN, END, is_llama4, looks_like_tiktoken, read_ranks
 from titan_tools.infer.text.template_sandbox import TemplateRejection, render_template
 
 Message = Mapping[str, str]  # role, content
 
 _JINJA, _PROCESSOR, _SPECIAL_MAP = "chat_template.jinja", "chat_template.json", "special_tokens_map.json"
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SPECIAL = re.compile(r"<\|\w+\|>")
 _NOW = "strftime_now"  # as templates call it
 
-# The message format of Meta's own code for Llama 3 (llama-models, models/llama3/chat_format.py), whose releases have no
-# template
+# The message formats of Meta's own code (llama-models, models/llama3/chat_format.py and models/llama4/chat_format.py),
+# whose releases have no template
 _LLAMA3_HEADERS = """\
 {{ bos_token }}
 {%- for message in messages %}
@@ -30,6 +33,15 @@ _LLAMA3_HEADERS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+_LLAMA4_HEADERS = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {{- '<|header_start|>' + message.role + '<|header_end|>\n\n' + message.content + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|header_start|>assistant<|header_end|>\n\n' }}
 {%- endif %}
 """
 
@@ -74,7 +86,7 @@ class ChatTemplate:
 
 
 def read_template(folder: Path) -> ChatTemplate:
-    """The template of a checkpoint's folder; for a release of Meta, which has none, that of Llama 3.
+    """The template of a checkpoint's folder; for a release of Meta, which has none, that of Llama 3 or 4.
 
     Raises CheckpointError where there is none.
     """
@@ -88,7 +100,8 @@ def read_template(folder: Path) -> ChatTemplate:
             source = _default_of(content["chat_template"], assets[place])
             return ChatTemplate(source, _special_tokens(assets, config), str(assets[place]))
     if TIKTOKEN_MODEL in assets and TOKENIZER_CONFIG not in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
-        return ChatTemplate(_LLAMA3_HEADERS, {"bos_token": BEGIN, "eos_token": END}, "titan's own for Meta's releases")
+        headers = _headers_of_meta(assets)
+        return ChatTemplate(headers, {"bos_token": BEGIN, "eos_token": END}, "titan's own for Meta's releases")
     others = sorted(name for name in assets if name.startswith(CHAT_TEMPLATES))
     raise CheckpointError(
         f"{folder} has no chat template: neither a {_JINJA} nor a chat_template in a {TOKENIZER_CONFIG}",
@@ -104,6 +117,21 @@ def has_template(folder: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def _headers_of_meta(assets: Mapping[str, Path]) -> str:
+    """The template for the tokens that the tokenizer has. Raises CheckpointError where it has neither's."""
+    model = assets[TIKTOKEN_MODEL]
+    if TOKENIZER_JSON not in assets:  # the special tokens follow from the number of ranks
+        return _LLAMA4_HEADERS if is_llama4(len(read_ranks(model))) else _LLAMA3_HEADERS
+    names, _ = read_table(assets[TOKENIZER_JSON])
+    for headers in (_LLAMA4_HEADERS, _LLAMA3_HEADERS):
+        if {BEGIN, *_SPECIAL.findall(headers)} <= names.keys():
+            return headers
+    raise CheckpointError(
+        f"{assets[TOKENIZER_JSON]} has the tokens of neither Llama 3's nor Llama 4's messages, and {model} no template",
+        tries=["--prompt TEXT without --chat", "--model-from FOLDER, with the template and the same tokenizer"],
+    )
 
 
 def _default_of(found: Any, path: Path) -> str:

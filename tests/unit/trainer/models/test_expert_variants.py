@@ -124,6 +124,17 @@ def test_a_clamped_gate_keeps_large_negative_values():
     assert found.equal((up + 1) * (gate * torch.sigmoid(gate * 1.702)))
 
 
+@pytest.mark.parametrize("mean", [-20, 0, 20])
+def test_llama_4_chooses_by_logits(mean):
+    """Also where the sigmoids of all logits are nearly 0, or 1."""
+    _, layer = pair("llama4", 64, 48)
+    logits_TE = torch.randn(4096, 12) + mean
+    layer.router.gate = torch.nn.Identity()
+    ids_TK, weights_TK = layer.router(logits_TE, layer.expert_bias)
+    assert ids_TK.equal(logits_TE.topk(ids_TK.shape[1], dim=-1).indices)
+    assert weights_TK.equal(logits_TE.sigmoid().gather(1, ids_TK))
+
+
 def test_scaled_rows_are_multiplied_in_float32():
     """bfloat16 rows times float32 weights, rounded once: rounded weights would give other rows."""
     _, layer = pair("llama4", 64, 48)

@@ -253,6 +253,36 @@ def test_completions_of_one_text_are_scored_from_its_end(pair, monkeypatch):
     assert spans[-1][0] == (36 if pair.name != "gpt_oss" else 39)
 
 
+LONG = random.Random(0).choices(range(VOCAB), k=500)
+PASSES = {  # texts of one pass, and how many of their tokens are not scored
+    "a first text within the window": ("gpt_oss", {"sliding_window": 128}, [(LONG[:60], LONG[n:][:m], 80)
+        for n, m in ((60, 40), (100, 90), (190, 90))]),
+    "a first text within the chunk": ("scout", {"attention_chunk_size": 80}, [(LONG[:60], LONG[n:][:m], 65)
+        for n, m in ((60, 10), (100, 60), (190, 60))]),
+    "a mark of another text": ("gpt_oss", {"sliding_window": 8}, [(LONG[:31], [1, 2], 1),
+        (LONG[:31], [50, 3, 4, 5, 6], 1), (LONG[:31], [50, 3, 96, *LONG[40:60]], 36)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_texts_that_share_a_pass_are_scored_as_alone(case, monkeypatch):
+    name, numbers, parts = PASSES[case]
+    numbers = numbers | {"max_position_embeddings": 256}
+    theirs = their_model(name, **numbers)
+    engine = Engine(load_native(theirs, name, numbers=numbers), rows=1, room=256)
+    shared, together = [], engine.hidden_of_all
+    monkeypatch.setattr(engine, "hidden_of_all", lambda prompts: shared.append(len(prompts)) or together(prompts))
+    texts = [ScoredText(n, "", "", [*a, *b], first, 1) for n, (a, b, first) in enumerate(parts)]
+    found = {n: [] for n in range(len(texts))}
+    for pieces, logits_PV in Likelihood(engine, context=256, vocab_size=VOCAB).logits(texts):
+        for piece, part in zip(pieces, logits_PV.split([len(piece.targets) for piece in pieces]), strict=True):
+            found[piece.text.id].append(part)
+    assert shared  # several texts in a pass
+    for text in texts:
+        expected = one_pass(theirs, text.tokens)[text.first - 1 : -1]
+        assert (torch.cat(found[text.id]) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_a_pass_that_is_interrupted_leaves_nothing_wrong(pair, monkeypatch):
     engine = Engine(pair.ours, rows=1, room=ROOM)
     engine.prefill(0, TEXT[:30])
@@ -300,6 +330,18 @@ def test_splitting_keys_with_sinks_is_tried_before_it_is_used(monkeypatch, heads
     assert not static_decode._is_right(CPU, torch.float32, 16, num_heads=heads, sinks=True)
     assert static_decode._is_right(CPU, torch.float32, 16, num_heads=heads)
     assert not attention._flash_is_right(CPU, torch.float32, 16, 70)
+
+
+@pytest.mark.parametrize("wrong_length", [0, 128, 512])
+def test_splitting_keys_with_sinks_is_tried_with_a_window_and_more(monkeypatch, wrong_length):
+    def with_wrong_sums(q, keys, values, first_query, first_key, most_q, most_k, *args, **named):
+        out, lse, *rest = flash_attention(q, keys, values, first_query, first_key, most_q, most_k, *args, **named)
+        return out, lse + (most_k == wrong_length), *rest
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", with_wrong_sums)
+    monkeypatch.setattr(static_decode, "may_flash", lambda *_: True)
+    can_split = static_decode.can_split.__wrapped__  # without its cache
+    assert can_split(CPU, torch.float32, 16, sinks=True) == (wrong_length == 0)
 
 
 def test_sums_of_the_cpus_kernel_are_tried_before_they_are_used(monkeypatch):

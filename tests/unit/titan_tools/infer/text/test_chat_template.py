@@ -8,10 +8,14 @@ from datetime import datetime
 import pytest
 from transformers import AutoTokenizer
 
+from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError
+from converters.tokenizers import tiktoken_model
+from converters.tokenizers.tiktoken_from_json import write_ranks
+from converters.tokenizers.tiktoken_model import RELEASED_VOCAB, special_tokens_after, write_hf_tokenizer
 from tests.chat_templates import CHATML, MISTRAL, TEMPLATES, said, write_tokenizer
 from titan_tools.infer.text import template_sandbox
-from titan_tools.infer.text.chat_template import ChatTemplate, read_template
+from titan_tools.infer.text.chat_template import ChatTemplate, has_template, read_template
 from titan_tools.infer.text.chat_tokens import encode_chat, turn_end_ids
 from trainer.data.tokenizer import load_tokenizer
 
@@ -189,3 +193,41 @@ def test_a_release_of_meta_speaks_in_llama_3_headers(tmp_path):
     ids = [id for part in parts for id in (part if isinstance(part, bytes) else tokenizer.encode(part, special=True))]
     assert encode_chat(template, tokenizer, messages) == ids
     assert turn_end_ids(template, tokenizer) == {*tokenizer.encode("<|eot_id|>", special=True)}
+
+
+@pytest.fixture
+def llama4_release(tmp_path, monkeypatch):
+    """A tokenizer.model of the 256 bytes, which counts as Llama 4's."""
+    monkeypatch.setattr(tiktoken_model, "_LLAMA4_RANKS", 256)
+    monkeypatch.setitem(RELEASED_VOCAB, 256, 256 + 2048)
+    (tmp_path / "release").mkdir()
+    write_ranks(tmp_path / "release" / "tokenizer.model", {bytes([byte]): byte for byte in range(256)})
+    return tmp_path / "release"
+
+
+def test_a_llama_4_of_meta_speaks_in_its_own_headers(llama4_release):
+    template, tokenizer = read_template(llama4_release), load_tokenizer(llama4_release)
+    messages = said(("system", "Be brief. "), ("user", "Hi<|eot|>"))
+    # encode_dialog_prompt of llama-models' models/llama4/chat_format.py, which strips nothing
+    parts = [
+        "<|begin_of_text|>", "<|header_start|>", b"system", "<|header_end|>", b"\n\nBe brief. ", "<|eot|>",
+        "<|header_start|>", b"user", "<|header_end|>", b"\n\nHi<|eot|>", "<|eot|>",
+        "<|header_start|>", b"assistant", "<|header_end|>", b"\n\n",
+    ]  # fmt: skip
+    places = special_tokens_after(256, vocab_size=256 + 2048)
+    ids = [id for part in parts for id in (part if isinstance(part, bytes) else [256 + places.index(part)])]
+    assert encode_chat(template, tokenizer, messages) == ids
+    assert turn_end_ids(template, tokenizer) == {256 + places.index("<|eot|>")}
+    ends = read_token_ids(find_assets(llama4_release), vocab_size=256 + 2048)["eos_token_id"]
+    assert {places[id - 256] for id in ends} == {"<|end_of_text|>", "<|eom|>", "<|eot|>"}
+
+
+def test_the_format_of_a_release_is_one_whose_tokens_there_are(llama4_release):
+    write_hf_tokenizer(llama4_release, llama4_release / "tokenizer.model", vocab_size=2304, max_seq_len=64)
+    (llama4_release / "tokenizer_config.json").unlink()
+    assert "<|header_start|>" in read_template(llama4_release).source
+    path = llama4_release / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|header_start|>", "<|other|>"))
+    with pytest.raises(CheckpointError, match="neither Llama 3's nor Llama 4's"):
+        read_template(llama4_release)
+    assert not has_template(llama4_release)
