@@ -67,8 +67,8 @@ def make_conversation(
     """Messages (role, content) in the chat template; `text`: the prompt's, by default the rendered template.
 
     An assistant's may be what a model generated in channels. --system is added to messages without a system message;
-    --truncate left drops whole messages, oldest first, so that the rest still begins with a user's. Raises ConfigError where
-    they do not fit the context.
+    --truncate left drops whole messages, oldest first, so that the rest still begins with a user's. Raises
+    ConfigError where they do not fit the context.
     """
     request, template, context = work.request, work.template, work.args.max_seq_len
     assert template is not None
