@@ -37,7 +37,7 @@ class Gate(nn.Linear):
 
 
 class Router(nn.Module):
-    """Chooses the experts with the largest score + bias, in float32. Weights are scores alone: the bias balances.
+    """Chooses the experts with the largest score + bias, in float32, or float64. Weights are scores: the bias balances.
 
     Of experts in groups, a token chooses among those of the groups whose best experts have the largest sum of score +
     bias (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; of DeepSeek-V2, the best one).

@@ -16,8 +16,8 @@ from titan_tools.infer.decoding.generate import GenerationSettings, Timings, gen
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.report import describe, stats_of
 from titan_tools.infer.task import Work, generation_settings
-from titan_tools.infer.text.channels import read_answer, uses_channels
-from titan_tools.infer.text.chat_template import ChatTemplate, Message
+from titan_tools.infer.text.channels import answer_in_template
+from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import Prompt
 from titan_tools.launch import inside_launch
@@ -213,15 +213,12 @@ class ChatHistory:
         self.num_asked += 1
         return Turn(prompt, num_new, num_messages - len(messages))
 
-    def _answered(self, text: str) -> Message:
-        """The message of an answer. Templates with channels take the thoughts of one by themselves."""
-        if not uses_channels(self.template.source):
-            return {"role": "assistant", "content": text}
-        answer = read_answer(text)
-        return {"role": "assistant", "content": answer.content, "thinking": answer.thinking}
-
     def _encode(self, system: str | None, messages: Sequence[str]) -> list[int]:
-        chat = [self._answered(text) if i % 2 else {"role": "user", "content": text} for i, text in enumerate(messages)]
+        source = self.template.source
+        chat = [
+            answer_in_template(source, text) if i % 2 else {"role": "user", "content": text}
+            for i, text in enumerate(messages)
+        ]
         if system is not None:
             chat.insert(0, {"role": "system", "content": system})
         return encode_chat(self.template, self.tokenizer, chat)

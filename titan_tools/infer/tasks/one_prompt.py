@@ -14,6 +14,7 @@ from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.task import Work, generation_settings, num_rows
 from titan_tools.infer.tasks.results import InOrder
+from titan_tools.infer.text.channels import answer_in_template
 from titan_tools.infer.text.chat_tokens import encode_chat, is_only_special
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, why_empty
 from trainer.data.tokenizer import Tokenizer
@@ -65,8 +66,9 @@ def make_conversation(
 ) -> Prompt:
     """Messages (role, content) in the chat template; `text`: the prompt's, by default the rendered template.
 
-    --system is added to messages without a system message; --truncate left drops whole messages, oldest first, so that
-    the rest still begins with a user's. Raises ConfigError where they do not fit the context.
+    An assistant's may be what a model generated in channels. --system is added to messages without a system message;
+    --truncate left drops whole messages, oldest first, so that the rest still begins with a user's. Raises
+    ConfigError where they do not fit the context.
     """
     request, template, context = work.request, work.template, work.args.max_seq_len
     assert template is not None
@@ -74,6 +76,12 @@ def make_conversation(
         messages = [{"role": "system", "content": request.system}, *messages]
     for message in messages:
         _check_not_far_too_long(work, message["content"])
+    messages = [
+        {**m, **answer_in_template(template.source, m["content"])}
+        if m["role"] == "assistant" and "thinking" not in m
+        else m
+        for m in messages
+    ]
     system = [m for m in messages[:1] if m["role"] == "system"]
     starts = [i for i, m in enumerate(messages) if m["role"] == "user" and i > len(system)]
 

@@ -40,3 +40,11 @@ def read_answer(text: str) -> Answer:
         return Answer(text, "")
     said = {name: "".join(words for channel, words in parts if channel == name) for name in (FINAL, ANALYSIS)}
     return Answer(said[FINAL], said[ANALYSIS])
+
+
+def answer_in_template(template: str, text: str) -> dict[str, str]:
+    """The message of a generated text. Templates with channels take the thoughts of one by themselves."""
+    if not uses_channels(template):
+        return {"role": "assistant", "content": text}
+    answer = read_answer(text)
+    return {"role": "assistant", "content": answer.content, "thinking": answer.thinking}

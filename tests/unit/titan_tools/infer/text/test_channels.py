@@ -1,10 +1,15 @@
 """Answers in channels: which tokens end them, and what a conversation keeps of them, as transformers renders it."""
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import AutoTokenizer
 
 from tests.chat_templates import HARMONY, said, write_tokenizer
+from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.request import Request
 from titan_tools.infer.tasks.chat import ChatHistory
+from titan_tools.infer.tasks.one_prompt import make_conversation
 from titan_tools.infer.text.channels import Answer, read_answer, uses_channels
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.chat_tokens import turn_end_ids
@@ -61,6 +66,24 @@ def test_a_conversation_keeps_the_answers_without_their_thoughts(folder):
     assert "simple" not in expected and expected.endswith("then?<|end|><|start|>assistant")
     end = tokenizer.encode("<|end|>", special=True)[0]
     assert turn.prompt.tokens.count(end) == 5  # not the one that the message has as text
+
+
+def test_a_generated_answer_can_be_among_the_messages_of_a_prompt(folder):
+    """With the tokens of a conversation that `titan` had itself; also where the answer comes without its channels."""
+    template, tokenizer = read_template(folder), load_tokenizer(folder)
+    history = ChatHistory(template, tokenizer, context=4096, system=None)
+    history.ask("1 + 1?")
+    history.add_answer(f"{ANALYSIS}simple<|end|><|start|>assistant{FINAL}2")
+    expected = history.ask("and then?").prompt.tokens
+    work = SimpleNamespace(
+        request=Request(folder, Sampling(), chat=True),
+        template=template,
+        args=SimpleNamespace(max_seq_len=4096),
+        vocabulary=SimpleNamespace(tokenizer=tokenizer),
+    )
+    for answer in (f"{ANALYSIS}simple<|end|><|start|>assistant{FINAL}2", "2"):
+        messages = said(("user", "1 + 1?"), ("assistant", answer), ("user", "and then?"))
+        assert [*make_conversation(work, 0, messages).tokens] == [*expected]
 
 
 def test_templates_without_channels_are_left_alone():
