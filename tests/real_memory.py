@@ -36,6 +36,7 @@ WITHIN_CPU_KERNELS = {
     ("aten::mm",): "oneDNN packs bf16 matrices",
     ("aten::addmm", ""): "the same; DTensor's calls others",
     ("aten::mul", "aten::to"): "arguments of two dtypes become one",
+    ("aten::add", "aten::to"): "arguments of two dtypes become one",
     ("aten::add_", "aten::to"): "arguments of two dtypes become one",
     ("aten::cat", "aten::empty_like"): "arguments of two dtypes become one",
     ("aten::sum", "aten::to"): "booleans are counted as integers",
