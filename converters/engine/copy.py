@@ -30,7 +30,7 @@ from converters.view import View
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # read, hashed and written at a time: fits into a core's cache
 UNIT_BYTES = 8 << 20  # the work of a thread, and of a line of the journal
-MOST_BYTES = 16 << 20  # that are read at a time where a view asks for rows together
+MOST_BYTES = 8 << 20  # that are read at a time where a view asks for rows together
 
 
 @dataclass(slots=True)

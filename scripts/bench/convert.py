@@ -5,11 +5,13 @@ python scripts/bench/convert.py --work /a/disk/with/30/GB --rounds 3 --models qw
 python scripts/bench/convert.py --work /a/disk/with/25/GB --rounds 3 --models fp8
 python scripts/bench/convert.py --work /a/disk/with/45/GB --rounds 1 --models deepseek --gb 8
 python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 3 --models mxfp4
+python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 3 --models llama4
 
 The second is a Qwen 3 MoE of 8.9 GB: 2,688 tensors of experts are stacked, and unstacked again. The third has DeepSeek
 V3's width, and is quantized to fp8 and dequantized again, by one worker; its limits are bytes of the source per second.
 The fourth has DeepSeek V3's shapes, a source of --gb in bf16 and one in fp8, each converted by one worker and by two.
-The last has GPT-OSS 20b's width, and is quantized to mxfp4 and dequantized again, by one worker.
+The fifth has GPT-OSS 20b's width, and is quantized to mxfp4 and dequantized again, by one worker. The last has Llama 4
+Scout's width, whose experts are transposed, by one worker and by eight.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import GPT_OSS, MODELS, WIDE_MOE, deepseek_of, write_fp8_model, write_model  # noqa: E402
+from models import GPT_OSS, LLAMA4, MODELS, WIDE_MOE, deepseek_of, write_fp8_model, write_model  # noqa: E402
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once, remove, run  # noqa: E402
 
 LIMITS: dict[str, list[tuple[tuple[str, ...], float, float | None]]] = {  # options, ratio, seconds of user CPU
@@ -33,6 +35,8 @@ RATES = {  # at least, bytes of the source per second
     "fp8 to bf16": 250e6,
     "bf16 to mxfp4": 80e6,
     "mxfp4 to bf16": 600e6 * 4.25 / 16,  # 600 MB/s are written
+    "Hugging Face to DCP": 250e6,
+    "DCP to Hugging Face": 250e6,
 }
 MOST_ANON_MIB = 128 + 16 * 2  # at the default of two workers
 
@@ -42,7 +46,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--models", nargs="+", choices=[*LIMITS, "fp8", "deepseek", "mxfp4"], default=["llama", "qwen3"]
+        "--models", nargs="+", choices=[*LIMITS, "fp8", "deepseek", "mxfp4", "llama4"], default=["llama", "qwen3"]
     )
     parser.add_argument("--gb", type=float, default=8.0, help="deepseek: bytes of each source, in 10^9")
     chosen = parser.parse_args()
@@ -55,6 +59,8 @@ def main() -> None:
                 ok &= _bench_deepseek(Path(work), chosen.rounds, chosen.gb * 1e9)
             elif model == "mxfp4":
                 ok &= _bench_mxfp4(Path(work), chosen.rounds)
+            elif model == "llama4":
+                ok &= _bench_llama4(Path(work), chosen.rounds)
             else:
                 ok &= _bench(Path(work), model, chosen.rounds)
     raise SystemExit(0 if ok else 1)
@@ -122,6 +128,15 @@ def _bench_mxfp4(work: Path, rounds: int) -> bool:
     run(Command("", (*TITAN, "convert", "auto", str(bf16), str(mxfp4), *quantize), mxfp4))
     remove(bf16)
     return _compare_rates(work, "mxfp4 to bf16", mxfp4, [("--to", "dcp"), ("--to", "hf")], rounds) and ok
+
+
+def _bench_llama4(work: Path, rounds: int) -> bool:
+    hf, dcp = work / "hf", work / "dcp"
+    write_model(hf, LLAMA4, normal=True)
+    ok = _compare_rates(work, "Hugging Face to DCP", hf, [("--to", "dcp")], rounds, workers=(1, 8))
+    run(Command("", (*TITAN, "convert", "auto", str(hf), str(dcp), "--to", "dcp"), dcp))
+    remove(hf)
+    return _compare_rates(work, "DCP to Hugging Face", dcp, [("--to", "hf")], rounds, workers=(1, 8)) and ok
 
 
 def _compare_rates(

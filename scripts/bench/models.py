@@ -147,6 +147,27 @@ GPT_OSS: Mapping[str, Any] = {
     "vocab_size": 8192,
     "tie_word_embeddings": False,
 }
+# A layer of Llama 4 Scout with half of its experts: 2.6 GB
+LLAMA4: Mapping[str, Any] = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 MODELS = {"llama": LLAMA_1B, "qwen3": QWEN3_1B, "qwen3_moe": QWEN3_MOE_9GB}
 
 
@@ -163,6 +184,8 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         return _shapes_of_deepseek(config)
     if config["model_type"] == "gpt_oss":
         return _shapes_of_gpt_oss(config)
+    if config["model_type"] == "llama4_text":
+        return _shapes_of_llama4(config)
     dim, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     feed_forward = _feed_forward("mlp", hidden, dim)
@@ -236,6 +259,23 @@ def _shapes_of_gpt_oss(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (dim,),
         "post_attention_layernorm.weight": (dim,),
     }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
+    for n in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{n}.{name}": shape for name, shape in inside.items()}
+    return shapes | {"model.norm.weight": (dim,), "lm_head.weight": (config["vocab_size"], dim)}
+
+
+def _shapes_of_llama4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """All layers have experts."""
+    dim, hidden, num = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
+    linear = {"self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim)}
+    linear |= {"self_attn.o_proj": (dim, q), "feed_forward.router": (num, dim)}
+    linear |= _feed_forward("feed_forward.shared_expert", hidden, dim)
+    norms = {f"{name}_layernorm.weight": (dim,) for name in ("input", "post_attention")}
+    inside: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()} | norms
+    inside["feed_forward.experts.gate_up_proj"] = (num, dim, 2 * hidden)
+    inside["feed_forward.experts.down_proj"] = (num, hidden, dim)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
     for n in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{n}.{name}": shape for name, shape in inside.items()}
