@@ -32,6 +32,11 @@ class Watched(Engine):
         self.nums.append(len(tokens))
         return super().decode(tokens)
 
+    def decode_likeliest(self, tokens, *, ahead):
+        if self._static:  # otherwise it calls decode
+            self.nums.append(len(tokens))
+        return super().decode_likeliest(tokens, ahead=ahead)
+
 
 def run(engine, prompts, *, timings=None, on_text=None, **settings):
     """Tokens of each (prompt, sample), and the order in which they ended."""

@@ -181,7 +181,8 @@ def attach_cache(
     """
     cache = KVCache(rows=rows, room=room)
     layers: Any = model.layers
-    for layer, reach in zip(layers.values(), reaches, strict=True):
+    same: dict[Reach, Reach] = {}  # torch's compiler compares them by identity, and would compile other layers again
+    for layer, reach in zip(layers.values(), (same.setdefault(reach, reach) for reach in reaches), strict=True):
         attention = layer.attention
         keys = _zeros(rows, num_kv_heads, reach.size, attention.head_dim, dtype, device)
         if isinstance(attention, LatentAttention):
