@@ -34,7 +34,7 @@ RATES = {  # at least, bytes of the source per second
     "bf16 to fp8": 150e6,
     "fp8 to bf16": 250e6,
     "bf16 to mxfp4": 80e6,
-    "mxfp4 to bf16": 600e6 * 4.25 / 16,  # 600 MB/s are written
+    "mxfp4 to bf16": 600e6 * 1.05 / 3.39,  # 600 MB/s are written
     "Hugging Face to DCP": 250e6,
     "DCP to Hugging Face": 250e6,
 }
