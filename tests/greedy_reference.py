@@ -58,12 +58,20 @@ def greedy(model, prompts: Sequence[Sequence[int]], num_new: int, *, batch: int 
 
 
 @torch.inference_mode()
-def full_forward(model, prompts: Sequence[Sequence[int]], said: Sequence[list[int]]) -> Tensor:
-    """transformers' logits [prompts, new tokens, V] that each token of `said` was chosen by: one pass, no cache."""
-    num_new = len(said[0])
-    whole, mask = _padded_left([[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, said, strict=True)])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return model(whole, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=num_new).logits
+def full_forward(
+    model, prompts: Sequence[Sequence[int]], said: Sequence[list[int]], *, batch: int | None = None
+) -> Tensor:
+    """transformers' logits [prompts, new tokens, V] that each token of `said` was chosen by: whole passes, no cache.
+
+    `batch`: prompts in a pass; None: all.
+    """
+    num_new, whole = len(said[0]), [[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, said, strict=True)]
+    logits = []
+    for start in range(0, len(whole), batch or len(whole)):
+        padded, mask = _padded_left(whole[start : start + (batch or len(whole))])
+        asked = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False, "logits_to_keep": num_new}
+        logits.append(model(padded, attention_mask=mask, **asked).logits)
+    return torch.cat(logits)
 
 
 def compare(model, prompts: Sequence[Sequence[int]], ours: Sequence[list[int]], expected: list[Greedy]) -> Comparison:

@@ -19,6 +19,7 @@ from tests.tiny_experts import add_biases, write_experts, write_native
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_gpt_oss import write_gpt_oss
 from tests.tiny_infer import NO_TEXT, complete, load
+from tests.tiny_llama4 import write_llama4
 from titan_tools.infer.decoding import generate as generation
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings
@@ -54,6 +55,8 @@ MODELS = {
     "deepseek v3": ("v3", {"num_key_value_heads": 8, "moe_intermediate_size": 9}),
     "deepseek v2, lite": ("v2_lite", {"num_key_value_heads": 8}),
     "gpt-oss": ("gpt_oss", {"num_key_value_heads": 4}),
+    "llama 4, scout": ("scout", {"num_key_value_heads": 4, "attention_chunk_size": 32, "num_hidden_layers": 4}),
+    "llama 4, maverick": ("maverick", {"num_key_value_heads": 1, "intermediate_size": 9, "num_hidden_layers": 4}),
 }
 BIASES = {0: torch.linspace(-0.3, 0.3, 12)[torch.tensor([5, 0, 11, 2, 8, 3, 10, 1, 9, 4, 7, 6])]}
 SEEDED = Sampling(0.9, top_k=60, top_p=0.98, seed=5)
@@ -115,13 +118,17 @@ class Known:
         elif name == "gpt_oss":
             self.folder, self.model = folder, write_gpt_oss(folder, dtype="float32", **NUMBERS | numbers)
             self.model.set_experts_implementation("eager")
+        elif called.startswith("llama 4"):
+            self.folder, self.model = folder, write_llama4(folder, name, **NUMBERS | numbers)
         else:
             self.folder, self.model = folder, write_tiny(folder, name, numbers=NUMBERS | numbers, std=std)
         self.called, self.num_new = called, num_new
         self.prompts = ragged_prompts(num=num, longest=150, vocab_size=VOCAB)
-        self.said = greedy(self.model, self.prompts, num_new)
+        # transformers counts padding as tokens of Llama 4's chunks, and in its temperature
+        options = {"batch": 1} if called.startswith("llama 4") else {}
+        self.said = greedy(self.model, self.prompts, num_new, **options)
         self.logits = folder / "logits.pt"
-        logits_PLV = full_forward(self.model, self.prompts, [g.tokens for g in self.said])
+        logits_PLV = full_forward(self.model, self.prompts, [g.tokens for g in self.said], **options)
         assert logits_PLV.std() > 0.5
         torch.save(logits_PLV, self.logits)
         rows = max(num // 8, 3)  # fewer than the ranks have: tokens are not to tell
@@ -193,6 +200,8 @@ QUICK = [
     ("deepseek v3", 4, "shared memory"),
     ("deepseek v2, lite", 2, "gloo"),
     ("gpt-oss", 4, "shared memory"),
+    ("llama 4, scout", 2, "gloo"),
+    ("llama 4, maverick", 4, "shared memory"),
 ]
 SLOW = [
     *((called, tp, "shared memory") for called in MODELS for tp in (1, 2, 4, 8)),
