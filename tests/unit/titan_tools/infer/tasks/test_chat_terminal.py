@@ -14,6 +14,7 @@ from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 
 pytestmark = pytest.mark.slow
 CTRL_C, CTRL_D = b"\x03", b"\x04"
+SETTLE_SECS = 0.1  # Python's input() misses a signal that comes just after it has shown its prompt
 
 
 class Terminal:
@@ -85,6 +86,7 @@ def test_ctrl_c_stops_an_answer_then_leaves(folder):
     assert "(stopped)" in terminal.read_until(b"> ")
     terminal.type(b"/retry\n")
     assert "(cut after" in terminal.read_until(b"> ")
+    time.sleep(SETTLE_SECS)
     terminal.type(CTRL_C)
     rest, exit_code = terminal.wait()
     assert exit_code == 130 and "\nerror: interrupted" in rest and "Traceback" not in rest
@@ -98,6 +100,8 @@ def test_ctrl_c_ends_ranks_and_leaves_the_terminal_as_it_was(folder, when):
     if when == "answering":
         terminal.type(b"hello\n")
         terminal.read_until(b"hello\r\n")
+    else:
+        time.sleep(SETTLE_SECS)
     terminal.type(CTRL_C)
     started = time.monotonic()
     keeps_showing = terminal.shows_keys
