@@ -61,9 +61,9 @@ MODELS = {
 BIASES = {0: torch.linspace(-0.3, 0.3, 12)[torch.tensor([5, 0, 11, 2, 8, 3, 10, 1, 9, 4, 7, 6])]}
 SEEDED = Sampling(0.9, top_k=60, top_p=0.98, seed=5)
 MOST_DIFFERENCE = 1e-4  # of logits
-# Share of prompts beyond it. In float32 transformers' own logits of some tokens are up to 1.4e-3 off (from float64's; ours
-# 8e-5), and its choice of experts is not always that of float64
-MOST_BEYOND = {"gpt-oss": 0.05}
+# Bound, and the share of prompts that may exceed it. In float32 transformers' own logits of some tokens are up to 1.4e-3
+# off (against float64; ours 8e-5), and its choice of experts is not always that of float64.
+LOOSER = {"gpt-oss": (2e-4, 0.05)}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -148,9 +148,9 @@ class Known:
         same = [i for i, said in enumerate(self.said) if first["greedy"][i] == said.tokens]
         differences = sorted(first["difference"][i] for i in same)
         tell(f"{what}: logits differ by at most {differences[-1]:.1e}, {len(same)} prompts of {self.num_new} tokens")
-        num_beyond = sum(difference > MOST_DIFFERENCE for difference in differences)
+        most, share = LOOSER.get(self.called, (MOST_DIFFERENCE, 0))
         assert len(same) >= 0.9 * len(self.prompts)
-        assert num_beyond <= MOST_BEYOND.get(self.called, 0) * len(self.prompts), differences[-8:]
+        assert sum(difference > most for difference in differences) <= share * len(self.prompts), differences[-8:]
 
     def _assert_same_seeded(self, ours, *, what, tell):
         """Fail where a seeded token differs that no change of the logits by CLOSE_CALL turns over.
