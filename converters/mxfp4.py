@@ -20,7 +20,7 @@ NOT_A_NUMBER = 255  # a scale
 _BIAS = 127
 _LARGEST_EXPONENT = 2  # of VALUES: 4.0
 _SMALLEST = 1 << 22  # the bits of 2^-127 in float32
-_AT_ONCE = 1 << 17  # values that are encoded at a time: the temporaries stay in a core's cache
+_AT_ONCE = 1 << 17  # values at a time: the temporaries (numpy's 64-bit indices, too) stay in a core's cache
 _HALF_STEP, _OLD_BIAS = 0x1FFFFF, 126 << 1  # half of e2m1's last bit in float32; float32's exponent bias minus e2m1's
 _SUBNORMAL = np.float32(1 << 22)  # its last bit is 0.5, as that of e2m1's subnormal numbers
 _Array = np.ndarray[Any, Any]
@@ -28,9 +28,15 @@ _Array = np.ndarray[Any, Any]
 
 def decode(codes: _Array, scales: _Array, dtype: str) -> _Array:
     """The values [..., 32 · n] of `codes` [..., n, 16] and `scales` [..., n], all uint8, in float32 or bfloat16."""
-    numbers = codes.astype(np.uint16)
-    numbers |= scales.astype(np.uint16)[..., None] << np.uint16(8)
-    pairs = np.take(_pairs(dtype), numbers, mode="wrap")
+    table = _pairs(dtype)
+    blocks, of_blocks = codes.reshape(-1, CODE_BYTES), scales.reshape(-1)
+    pairs = np.empty(blocks.shape, table.dtype)
+    step = _AT_ONCE // BLOCK
+    for first in range(0, len(blocks), step):
+        part = slice(first, first + step)
+        numbers = blocks[part].astype(np.uint16)
+        numbers |= of_blocks[part].astype(np.uint16)[:, None] << np.uint16(8)
+        np.take(table, numbers, out=pairs[part], mode="wrap")
     values: _Array = pairs.view(numpy_dtype(dtype)).reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
     return values
 
