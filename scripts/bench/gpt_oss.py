@@ -52,11 +52,6 @@ GPT_OSS_20B: Mapping[str, Any] = {
 _BLOCK = 32
 
 
-def gpt_oss_of(num_layers: int) -> Mapping[str, Any]:
-    """The 20B with fewer layers."""
-    return {**GPT_OSS_20B, "num_hidden_layers": num_layers, "layer_types": GPT_OSS_20B["layer_types"][:num_layers]}
-
-
 def stored_of(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name → safetensors' dtype and shape."""
     dim, hidden, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]

@@ -4,8 +4,8 @@ python scripts/bench/infer.py            with a GPU: 8B in bf16, int8 and float8
                                          folders of 8B's width and with 64 experts, dequantized and as stored; GPT-OSS
                                          20B's shapes, an mxfp4 folder, likewise
 python scripts/bench/infer.py --on cpu   on two threads: 1.2B in fp32 and bf16, the time from start to first token, and
-                                         1.3B with 64 experts, of which a token reads 8, also from a fp8 folder; 6 of
-                                         GPT-OSS 20B's 24 layers as stored
+                                         1.3B with 64 experts, of which a token reads 8, also from a fp8 folder;
+                                         GPT-OSS 20B's shapes as stored
 
 Each round runs each row once; the medians of `--rounds` count. Weights are random: speed does not depend on them. The
 exit code is 1 where a limit is missed. `--dir` keeps the checkpoints for the next time.
@@ -27,12 +27,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpt_oss import gpt_oss_of, write_gpt_oss  # noqa: E402
+from gpt_oss import GPT_OSS_20B, write_gpt_oss  # noqa: E402
 from models import LLAMA_1B, LLAMA_8B, QWEN3_MOE, QWEN3_WIDE, write_model  # noqa: E402
 from rounds import ROOT, TITAN, machine, read_once  # noqa: E402
 
 HF, DCP, EXPERTS, FP8, FP8_EXPERTS = "hf", "dcp", "experts", "fp8", "fp8-experts"
-MXFP4 = {6: "mxfp4-6", 24: "mxfp4-24"}  # of so many layers
+MXFP4 = "mxfp4"
 SHORT, LONG, MANY = "short.txt", "long.txt", "many.jsonl"
 _LETTERS = {SHORT: 200, LONG: 1600}  # about 128 and 1024 tokens
 _MANY_LETTERS = [20 + 37 * n % 300 for n in range(24)]  # of the prompts of a batch, about 13 to 200 tokens
@@ -113,8 +113,9 @@ def cpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
         Limit(titan, "decode_per_sec", 0.85, over=bare),
     ]
     rows += _fp8_rows(FP8_EXPERTS, "64 experts", tokens, threads=2)
-    stored = ("--quantize", "stored")
-    rows.append(Row("GPT-OSS 20B, 6 layers, as stored", _titan(MXFP4[6], SHORT, tokens, *stored), 2))
+    stored = "GPT-OSS 20B, as stored"
+    rows.append(Row(stored, _titan(MXFP4, SHORT, tokens, "--quantize", "stored"), 2))
+    limits.append(Limit(stored, "peak_memory_gib", 16.0, is_most=True))
     for form in (HF, DCP):
         rows.append(Row(f"start to first token, {form}", _titan(form, SHORT, 1), 2))
         limits.append(Limit(f"start to first token, {form}", "wall_secs", _START_SECS, is_most=True))
@@ -138,8 +139,8 @@ def gpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
     rows += [Row(f"8B, {name}", _titan(HF, SHORT, tokens, *options)) for name, options, _ in quantized]
     rows += _fp8_rows(FP8, "8B's width", tokens) + _fp8_rows(FP8_EXPERTS, "64 experts", tokens)
     dequantized, stored = (f"GPT-OSS 20B, {how}" for how in ("dequantized", "as stored"))
-    rows.append(Row(dequantized, _titan(MXFP4[24], SHORT, tokens, "--dtype", "bfloat16")))
-    rows.append(Row(stored, _titan(MXFP4[24], SHORT, tokens, "--quantize", "stored")))
+    rows.append(Row(dequantized, _titan(MXFP4, SHORT, tokens, "--dtype", "bfloat16")))
+    rows.append(Row(stored, _titan(MXFP4, SHORT, tokens, "--quantize", "stored")))
     limits.append(Limit(stored, "decode_per_sec", 2.0, over=dequantized))
     return rows, limits
 
@@ -188,11 +189,9 @@ def main() -> None:
         for form, numbers in ((FP8, QWEN3_WIDE), (FP8_EXPERTS, QWEN3_MOE)):
             if any(form in row.argv for row in rows):
                 prepare_fp8(work, form, numbers)
-        for layers, form in MXFP4.items():
-            if any(form in row.argv for row in rows) and not (work / form).is_dir():
-                config = gpt_oss_of(layers)
-                write_gpt_oss(work / form, config)
-                write_tokenizer(work / form, config["vocab_size"])
+        if any(MXFP4 in row.argv for row in rows) and not (work / MXFP4).is_dir():
+            write_gpt_oss(work / MXFP4, GPT_OSS_20B)
+            write_tokenizer(work / MXFP4, GPT_OSS_20B["vocab_size"])
         for number in range(chosen.rounds):
             for row in rows:
                 print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
