@@ -30,8 +30,10 @@ from converters.tokenizers.sentencepiece_model import (
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import (
     BEGIN,
+    is_of_llama,
     looks_like_tiktoken,
     read_ranks,
+    require_of_llama,
     special_tokens_after,
     write_hf_tokenizer,
 )
@@ -141,7 +143,8 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
         if TOKENIZER_JSON in assets:
             id_of, _ = read_table(assets[TOKENIZER_JSON])
         else:
-            num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
+            if not is_of_llama(num_ranks := len(read_ranks(assets[TIKTOKEN_MODEL]))):
+                return {}
             special = special_tokens_after(num_ranks, vocab_size=vocab_size)
             id_of = {token: num_ranks + i for i, token in enumerate(special)}
         ends = [id_of[token] for token in _LLAMA_ENDS if token in id_of]
@@ -215,7 +218,8 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
         if to == "meta" and path is None and TOKENIZER_JSON in assets:
             ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
         elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and looks_like_tiktoken(path):
-            if (num_ranks := len(read_ranks(path))) > vocab_size - 2:
+            require_of_llama(path, num_ranks := len(read_ranks(path)))
+            if num_ranks > vocab_size - 2:
                 return (
                     f"{TIKTOKEN_MODEL} is copied, and no {TOKENIZER_JSON} is made from it: its {num_ranks:,} "
                     f"tokens leave no room for begin and end of text in {vocab_size:,} rows"

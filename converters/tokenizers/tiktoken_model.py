@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from converters.errors import CheckpointError
-from converters.names import TOKENIZER_JSON
+from converters.errors import CheckpointError, UnsupportedError
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 # How Llama 3 splits text before merging (llama-models, models/llama3/tokenizer.py)
@@ -60,6 +60,15 @@ _LLAMA4_NAMED = (
     *_reserved("reasoning_", 0, 8),
     *("<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>"),
 )
+# Others that are distributed as tiktoken text, by number of ranks: with another pattern or other special tokens
+_NOT_OF_LLAMA = {
+    50256: "OpenAI's r50k_base (GPT-2)",
+    50280: "OpenAI's p50k_base",
+    100256: "OpenAI's cl100k_base (GPT-4)",
+    151643: "Qwen's qwen.tiktoken",
+    163584: "Moonshot's tiktoken.model (Kimi)",
+    199998: "OpenAI's o200k_base (GPT-4o, GPT-OSS)",
+}
 RELEASED_VOCAB = {_NUM_RELEASED_RANKS: 128256, _LLAMA4_RANKS: 202048}  # by number of ranks, with special tokens
 
 
@@ -71,6 +80,21 @@ def pattern_of(num_ranks: int) -> str:
 def is_llama4(num_ranks: int) -> bool:
     """Whether a tokenizer.model with so many ranks is that of Llama 4's releases."""
     return num_ranks == _LLAMA4_RANKS
+
+
+def is_of_llama(num_ranks: int) -> bool:
+    """Whether a tokenizer.model with so many ranks, without a tokenizer.json, may be read as Llama's."""
+    return num_ranks not in _NOT_OF_LLAMA
+
+
+def require_of_llama(model: Path, num_ranks: int) -> None:
+    """Raises UnsupportedError for the rank file of another vocabulary, which does not hold its special tokens."""
+    if not is_of_llama(num_ranks):
+        raise UnsupportedError(
+            f"{model} has {num_ranks:,} ranks, as {_NOT_OF_LLAMA[num_ranks]}; a {TIKTOKEN_MODEL} that comes alone is "
+            "read with the rules and special tokens of Llama 3 or 4",
+            hint=f"put the model's {TOKENIZER_JSON} beside it, which is then read",
+        )
 
 
 def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
@@ -116,6 +140,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_len: int) -> list[str]:
     """Write tokenizer.json and tokenizer_config.json for transformers, from a tiktoken file. Returns their names."""
     ranks = read_ranks(model)
+    require_of_llama(model, len(ranks))
     special = special_tokens_after(len(ranks), vocab_size=vocab_size)
     if len(special) < 2:
         raise CheckpointError(

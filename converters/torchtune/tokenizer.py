@@ -10,7 +10,7 @@ from converters.json_file import read_json, write_json
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON, TORCHTUNE_SPECIAL_TOKENS
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
-from converters.tokenizers.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after
+from converters.tokenizers.tiktoken_model import looks_like_tiktoken, read_ranks, require_of_llama, special_tokens_after
 from converters.torchtune.recipe import VERSION
 
 # What torchtune's Llama 3 tokenizer looks up. The first eight, in the order of Meta's ids, go through the model; of the
@@ -96,6 +96,7 @@ def _special_tokens(info: ModelInfo, num_ranks: int) -> dict[str, int]:
         listed = read_json(info.assets[TOKENIZER_JSON]).get("added_tokens") or []
         tokens = {token["content"]: token["id"] for token in listed if token["id"] >= num_ranks}
     else:
+        require_of_llama(info.assets[TIKTOKEN_MODEL], num_ranks)
         tokens = {t: num_ranks + i for i, t in enumerate(special_tokens_after(num_ranks, vocab_size=vocab_size))}
     first_free = max([num_ranks - 1, *tokens.values()]) + 1
     lacking = [token for token in _NEEDED if token not in tokens]

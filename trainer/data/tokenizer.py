@@ -20,6 +20,7 @@ from converters.tokenizers.tiktoken_model import (
     looks_like_tiktoken,
     pattern_of,
     read_ranks,
+    require_of_llama,
     special_tokens_after,
 )
 from trainer.data.tokenizer_ends import document_ends, is_legacy, prefix_of_model_file, prefix_of_post_processor
@@ -126,6 +127,7 @@ class _TiktokenTokenizer:
             if tokens_only_in_config(assets, specials, 0):  # else the whole table need not be read
                 specials |= tokens_only_in_config(assets, *read_table(assets[TOKENIZER_JSON]))
         else:
+            require_of_llama(model, len(ranks))
             specials = _specials_after(len(ranks))
             self.prefix_ids = prefix_of_model_file(assets, specials[BEGIN])
         inside = [name for name, id in specials.items() if id < len(ranks)]

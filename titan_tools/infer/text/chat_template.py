@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import CHAT_TEMPLATES, find_assets
-from converters.errors import CheckpointError, ConfigError
+from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.config_tokens import read_table
-from converters.tokenizers.tiktoken_model import BEGIN, END, is_llama4, looks_like_tiktoken, read_ranks
+from converters.tokenizers.tiktoken_model import (
+    BEGIN,
+    END,
+    is_llama4,
+    looks_like_tiktoken,
+    read_ranks,
+    require_of_llama,
+)
 from titan_tools.infer.text.template_sandbox import TemplateRejection, render_template
 
 Message = Mapping[str, str]  # role, content
@@ -88,7 +95,7 @@ class ChatTemplate:
 def read_template(folder: Path) -> ChatTemplate:
     """The template of a checkpoint's folder; for a release of Meta, which has none, that of Llama 3 or 4.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError where there is none, UnsupportedError where Llama's do not fit the tokenizer.
     """
     assets = find_assets(folder)
     config = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
@@ -114,7 +121,7 @@ def has_template(folder: Path) -> bool:
     """Whether a checkpoint's folder has a chat template."""
     try:
         read_template(folder)
-    except CheckpointError:
+    except (CheckpointError, UnsupportedError):
         return False
     return True
 
@@ -123,7 +130,8 @@ def _headers_of_meta(assets: Mapping[str, Path]) -> str:
     """The template for the tokens that the tokenizer has. Raises CheckpointError where it has neither's."""
     model = assets[TIKTOKEN_MODEL]
     if TOKENIZER_JSON not in assets:  # the special tokens follow from the number of ranks
-        return _LLAMA4_HEADERS if is_llama4(len(read_ranks(model))) else _LLAMA3_HEADERS
+        require_of_llama(model, num_ranks := len(read_ranks(model)))
+        return _LLAMA4_HEADERS if is_llama4(num_ranks) else _LLAMA3_HEADERS
     names, _ = read_table(assets[TOKENIZER_JSON])
     for headers in (_LLAMA4_HEADERS, _LLAMA3_HEADERS):
         if {BEGIN, *_SPECIAL.findall(headers)} <= names.keys():
