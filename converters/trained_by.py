@@ -37,6 +37,20 @@ def _warning(info: ModelInfo, *, which: str, advice: str) -> str:
     )
 
 
+def _that_apply(info: ModelInfo) -> list[str]:
+    """The values of --trained-by for torchtitan's training of such a model; all if it computes none of its numbers."""
+    deviate = get_family(info.family).as_torchtitan_trained
+    assert deviate is not None  # as of every foreign one
+    applying = []
+    for name, beyond_original in _BEYOND_ORIGINAL.items():
+        try:
+            deviate(info.args, beyond_original=beyond_original)
+        except ConfigError:
+            continue
+        applying.append(name)
+    return applying or [*_BEYOND_ORIGINAL]
+
+
 def _is_foreign(catalog: Catalog, naming: str, info: ModelInfo) -> bool:
     """Whether nothing describes weights of torchtitan's names, of a family that torchtitan computes otherwise."""
     is_torchtitans = catalog.container in ("dcp", "torch") and naming in _TORCHTITANS
@@ -52,9 +66,11 @@ def apply_trained_by(weights: NativeWeights, trained_by: str | None) -> tuple[Na
     family, info = get_family(weights.info.family), weights.info
     is_foreign = _is_foreign(weights.catalog, weights.naming, info)
     deviate = family.as_torchtitan_trained
+    if trained_by is None and not is_foreign:
+        return weights, []
     if trained_by is None:
-        advice = f"say --trained-by {', '.join(TRAINED_BY[1:])} or {TITAN}"
-        return weights, [_warning(info, which="the output describes", advice=advice)] if is_foreign else []
+        advice = f"say --trained-by {', '.join(_that_apply(info))} or {TITAN}"
+        return weights, [_warning(info, which="the output describes", advice=advice)]
     if deviate is None or not is_foreign:
         raise ConfigError(
             f"--trained-by {trained_by}: {weights.catalog.place} "

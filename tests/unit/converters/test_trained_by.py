@@ -101,7 +101,9 @@ def test_llama4(tmp_path):
     published = read_model_info(tmp_path / "hf").args
     assert published.norms_qk and published.temperature == 0.3
     report = convert(tmp_path / "dcp", tmp_path / "as", to="hf", model_from=tmp_path / "hf")
-    assert any("no norms of q and k, no temperature" in r for r in report.remarks if r.startswith("WARNING"))
+    (warning,) = [remark for remark in report.remarks if remark.startswith("WARNING")]
+    assert "no norms of q and k, no temperature" in warning
+    assert "say --trained-by torchtitan-0.2.2 or titan" in warning
     convert(tmp_path / "dcp", tmp_path / "out", to="hf", model_from=tmp_path / "hf", trained_by="torchtitan-0.2.2")
     numbers = {"norms_qk": False, "temperature": None, "temperature_length": 8192, "layers_without_positions": (0, 4)}
     trained = replace(published, **numbers)
