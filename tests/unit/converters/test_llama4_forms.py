@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from converters.containers.torch_file import read_catalog
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
+from converters.families import registry
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
@@ -312,8 +314,18 @@ def test_formats_without_such_models(source, tmp_path):
         convert(root / "dcp", tmp_path / "out", to="meta", options=OutputOptions(num_shards=8))
     with pytest.raises(ConfigError, match="--fused-experts"):
         convert(root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(fused_experts=True))
+    for quantize in ("fp8", "mxfp4"):
+        with pytest.raises(ConfigError, match="no llama4 models are published so") as caught:
+            convert(root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize=quantize))
+        assert (caught.value.hint, list(caught.value.tries)) == ("leave it out", [])
+
+
+def test_stacked_experts_have_no_fp8_form(source, tmp_path, monkeypatch):
+    """For a family of one's own that does not say how its models are published."""
+    own = replace(FAMILY, quantized_as=("fp8",))
+    monkeypatch.setattr(registry, "_FAMILIES", {**registry.all_families(), "llama4": own})
     with pytest.raises(UnsupportedError, match="experts of a layer as one tensor"):
-        convert(root / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize="fp8"))
+        convert(source[2] / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize="fp8"))
 
 
 def test_quantized_releases_are_refused(source, tmp_path):
