@@ -116,6 +116,7 @@ class Catalog:
     planner_data: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # flat key → path in the nested state dict
     values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values among the tensors, by flat key
     copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards repeat
+    of_ranks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # further shards' own parts of dropped tensors
     file: str = ""  # the one file that holds all tensors, where there is one: errors name it
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
@@ -141,6 +142,10 @@ class Catalog:
     @property
     def num_bytes(self) -> int:
         return sum(t.num_bytes for t in self.tensors.values()) + sum(b.length for b in self.blobs.values())
+
+    def all_chunks(self, fqn: str) -> tuple[Chunk, ...]:
+        """The chunks of a tensor, and what further shards hold under its name."""
+        return (*self.tensors[fqn].chunks, *self.copies.get(fqn, ()), *self.of_ranks.get(fqn, ()))
 
     def path_of(self, name: str) -> tuple[Any, ...]:
         """The keys that lead to an entry in the nested state dict that was saved."""

@@ -141,8 +141,8 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
     """Compare each record with the CRC32 that torch writes and never checks."""
     problems, num_summed, num_unsummed = [], 0, 0
     with CatalogReader(catalog) as reader:
-        for fqn, entry in catalog.tensors.items():
-            chunks = (*entry.chunks, *catalog.copies.get(fqn, ()))
+        for fqn in catalog.tensors:
+            chunks = catalog.all_chunks(fqn)
             try:
                 problems += reader.record_problems(fqn)
                 absent = sum(_carries_none(reader, fqn, chunk) for chunk in chunks)

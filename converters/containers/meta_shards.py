@@ -172,6 +172,8 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks:
     catalog.unread = dict(first.unread)
     problems, asked, cut = [], set(), []
     catalog.tensors |= of_ranks
+    held = {fqn: [c for shard in shards if fqn in shard.tensors for c in shard.tensors[fqn].chunks] for fqn in of_ranks}
+    catalog.of_ranks = {fqn: tuple(chunks[1:]) for fqn, chunks in held.items()}
     for fqn, entry in first.tensors.items():
         if fqn in of_ranks:
             continue  # dropped, so nothing of it is read

@@ -154,7 +154,7 @@ class CatalogReader:
         Chunks without a CRC32 are skipped (see `Chunk.crc32`).
         """
         problems = []
-        for chunk in (*self.catalog.tensors[fqn].chunks, *self.catalog.copies.get(fqn, ())):
+        for chunk in self.catalog.all_chunks(fqn):
             chunk = self.located(fqn, chunk)
             if chunk.crc32 is None or chunk.record is None:
                 continue

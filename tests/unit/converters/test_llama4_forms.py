@@ -24,6 +24,7 @@ from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.mesh_shape import MeshShape
 from converters.multimodal import EXTRA_REASON
+from converters.open import open_checkpoint
 from converters.reshard import reshard
 from converters.verify import verify
 from converters.weights import open_native
@@ -144,6 +145,25 @@ def test_metas_shards(source, count, tmp_path):
     for file in ("titan_model.json", "titan_manifest.json"):  # params.json alone
         (tmp_path / "written" / file).unlink()
     assert diff(tmp_path / "written", root / "hf").equal
+
+
+def test_verify_finds_a_flipped_bit_in_what_is_dropped(source, tmp_path):
+    """Also in the parts that further shards have of the vision encoder and of experts' statistics."""
+    write_meta(tmp_path / "release", source[1], 2)
+    catalog, num_found = open_checkpoint(tmp_path / "release"), 0
+    for fqn in catalog.of_ranks:
+        for chunk in (chunks := catalog.all_chunks(fqn)):
+            path = tmp_path / "release" / chunk.file
+            kept = path.read_bytes()
+            spoilt = bytearray(kept)
+            spoilt[chunk.byte_offset] ^= 16
+            path.write_bytes(spoilt)
+            (failed,) = (check for check in verify(tmp_path / "release").checks if check.outcome == "failed")
+            assert any(fqn in problem and chunk.file in problem for problem in failed.problems)
+            path.write_bytes(kept)
+        num_found += len(chunks)
+    assert "vision_projection.weight" in catalog.of_ranks and num_found == 2 * len(catalog.of_ranks)
+    assert verify(tmp_path / "release").ok
 
 
 def test_what_every_shard_needs_alike_is_compared(source, tmp_path):
