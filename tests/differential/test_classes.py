@@ -7,6 +7,7 @@ import pytest
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     Qwen3Config,
@@ -24,8 +25,9 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": DeepseekV3Config,
     "DeepseekV2ForCausalLM": DeepseekV2Config,
     "Llama4ForCausalLM": Llama4TextConfig,
+    "GptOssForCausalLM": GptOssConfig,
 }
-ACCEPTED = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2", "llama4_text")
+ACCEPTED = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2", "llama4_text", "gpt_oss")
 # Of these no tiny model is made, and this is why. Any other must be built, or its test fails
 NOT_BUILT = {
     "blt": "96,286,240 parameters are not tiny",
@@ -61,6 +63,7 @@ SAMPLE = (
     "deepseek_v3",
     "deepseek_v2",
     "llama4_text",
+    "gpt_oss",
 )
 CALLED_SAMPLE = [
     (t, "LlamaForCausalLM") for t in ("cwm", "ernie4_5", "granite", "helium", "mistral", "olmo2", "smollm3")
