@@ -17,6 +17,7 @@ _CONFIG = ConfigClass(
     max_seq_len=131072,
     args_type=GptOssArgs,
     biases=("attention_bias",),
+    attention="full and sliding",
     fields=GPT_OSS_FIELDS,
 )
 _THETA = 150000.0

@@ -107,6 +107,7 @@ class ConfigClass:
     rope_theta: float = DEFAULT_THETA
     args_type: type[ModelArgs] = ModelArgs  # its own numbers keep their defaults: config.json does not have them
     biases: tuple[str, ...] = ()  # those of attention_bias and mlp_bias that the family supports
+    attention: str = "full causal"  # that the family supports
     fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: LLAMA_FIELDS)
 
 
@@ -149,7 +150,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
     if refused:
         raise UnsupportedError(
             f"config.json describes a {of.called} variant that is not covered:" + list_offenders(refused),
-            hint=f"covered: hidden_act silu, {_covered_biases(of)}, full causal attention",
+            hint=f"covered: hidden_act silu, {_covered_biases(of)}, {of.attention} attention",
         )
     max_seq_len = config.get("max_position_embeddings", of.max_seq_len)
     rope = read_rope(config, max_positions=max_seq_len, default_theta=of.rope_theta)

@@ -18,6 +18,7 @@ TEXT = ConfigClass(
     num_kv_heads=8,
     norm_eps=1e-5,
     rope_theta=500000.0,
+    attention="full and chunked",
     args_type=Llama4Args,
     fields=LLAMA4_FIELDS,
 )
@@ -139,6 +140,9 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         refused.append(f"attn_temperature_tuning = {tunes!r}")
     if config.get("use_qk_norm", True) is None:  # false in transformers 4, an error in 5
         refused.append("use_qk_norm = None")
+    sparse = config.get("moe_layers")
+    outside = [n for n in sparse if isinstance(n, int) and n >= layers] if isinstance(sparse, list) else []
+    refused += [f"moe_layers names layer {n}, but there are only {layers} layers" for n in outside]
     if refused:
         return refused
     if rope and not all(number in (0, 1) for number in rope):
@@ -156,7 +160,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     if any(kind == _CHUNKED and not rotating for kind, rotating in zip(kinds, rotates, strict=True)):
         refused.append("layer_types: chunked_attention in layers whose entry in no_rope_layers is 0")
     if len(of_rotating) > 1:
-        refused.append("layer_types: chunked_attention in some of the layers with rotary embeddings, but not in all")
+        refused.append("layer_types: chunked_attention in some of the layers whose no_rope_layers is 1, but not in all")
     if _CHUNKED in of_rotating and "attention_chunk_size" in config and config["attention_chunk_size"] is None:
         raise CheckpointError(
             "config.json: layer_types has chunked_attention, and attention_chunk_size is null:"

@@ -12,7 +12,7 @@ _LLAMA3 |= {"original_max_position_embeddings": 32}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32}
 _LONG |= {"short_factor": [1.5, 1.0, 2.0, 3.0], "long_factor": [2.5, 2.0, 3.0, 4.0]}
-# The same values under every key that transformers 4 and 5 read them from. The first ones titan's models can compute
+# The same values under every key that transformers 4 and 5 read them from
 ROPES = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 4.0},
@@ -23,36 +23,48 @@ ROPES = [
     {"rope_type": "proportional", "factor": 2.0},
     {"rope_type": "default", "partial_rotary_factor": 0.5},
 ]
-NUM_COMPUTABLE_ROPES = 4
 # Values of fields whose type does not say what could stand there
 VALUES: dict[str, list[Any]] = {
     "architectures": [None],
+    "attention_chunk_size": [3, 8, None],
+    "attn_scale": [0.3, 0.0],
+    "attn_temperature_tuning": [False, 4],
     "bos_token_id": [None, 5],
     "chunk_size_feed_forward": [4],
     "dtype": ["bfloat16", "float16", None],
     "decoder_sparse_step": [2, 5],
     "eos_token_id": [None, 5, [5, 6]],
     "first_k_dense_replace": [0, 2, 4],
+    "floor_scale": [4, 16],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"],
     "hidden_size": [48],
     "id2label": [{0: "a", 1: "b", 2: "c"}],
+    "interleave_moe_layer_step": [2, 3],
     "intermediate_size": [40],
+    "intermediate_size_mlp": [40],
     "kv_lora_rank": [12],
     "label2id": [{"a": 0, "b": 1, "c": 2}],
-    "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2],
+    "layer_types": [
+        *(["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2),
+        [*["chunked_attention"] * 3, "full_attention"],
+    ],
     "max_position_embeddings": [32, 4096],
     "max_window_layers": [0, 2, 4],
     "mlp_only_layers": [[1], [3, 0], [0, 1, 2, 3]],
     "moe_intermediate_size": [40, 32],
+    "moe_layers": [[], [1, 3], [0, 1, 2, 3], [9]],
     "n_group": [1, 2, None],
     "n_routed_experts": [12],
     "n_shared_experts": [2, 3],
+    "no_rope_layer_interval": [2, 5],
+    "no_rope_layers": [[0, 1, 1, 0], [1, 1, 1, 1], [1, 1]],
     "num_attention_heads": [2, 8],
     "num_experts": [11, 16],
     "num_experts_per_tok": [1, 4],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
+    "num_local_experts": [3, 8],
     "num_mtp_layers": [0, 2],
     "pad_token_id": [0, 5],
     "pretraining_tp": [2],
@@ -62,7 +74,9 @@ VALUES: dict[str, list[Any]] = {
     "qk_rope_head_dim": [4, 12],
     "rms_norm_eps": [1e-5, 0.1],
     "rope_parameters": [rope | {"rope_theta": theta} for rope in ROPES for theta in (10000.0, 500.0)],
-    "sliding_window": [8, 4096],
+    "sliding_window": [3, 8, 4096, None],
+    "swiglu_alpha": [1.0],
+    "swiglu_limit": [0.5],
     "topk_group": [1, 4, None],
     "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
     "transformers_version": ["4.57.6", "9.0.0"],
@@ -101,16 +115,45 @@ ACCEPTED_FIELDS = {
     *("vocab_size", "pretraining_tp", "dtype", "torch_dtype", "architectures", "rope_theta", "my_own_key"),
     *("_name_or_path", "logits_scaling", "residual_multiplier", "no_rope_layers", "max_window_layers"),
 }
-# DeepSeek's models: no biases, as many keys as heads, and numbers of experts that must fit each other
-_LATENT_ROPES = ("default", "yarn")
-_LATENT_FIELDS = {
-    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "first_k_dense_replace", "n_shared_experts"),
-    *("routed_scaling_factor", "num_mtp_layers"),
-}
-_NOT_LATENT_FIELDS = {
-    *("attention_bias", "mlp_bias", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"),
-    "norm_topk_prob",  # with V2's softmax
-}
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """What else a family accepts, and what it does not."""
+
+    fields: frozenset[str] = frozenset()
+    not_fields: frozenset[str] = frozenset()
+    ropes: tuple[str, ...] = ("default", "linear", "dynamic", "llama3")
+    windows: bool = False  # in layers of layer_types
+
+
+# As many keys as heads, and numbers of experts that must fit each other; norm_topk_prob is not of V2's softmax
+_LATENT = Accepts(
+    frozenset(
+        ["kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim", "first_k_dense_replace", "n_shared_experts"]
+    )
+    | {"routed_scaling_factor", "num_mtp_layers"},
+    frozenset(
+        ["attention_bias", "mlp_bias", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts_per_tok"]
+    )
+    | {"norm_topk_prob"},
+    ropes=("default", "yarn"),
+)
+_GPT_OSS = Accepts(
+    frozenset({"num_local_experts", "swiglu_limit"}),
+    frozenset({"attention_bias"}),
+    ropes=("default", "linear", "dynamic", "llama3", "yarn"),
+    windows=True,
+)
+_LLAMA4 = Accepts(
+    frozenset(
+        ["num_local_experts", "attn_scale", "floor_scale", "attn_temperature_tuning", "interleave_moe_layer_step"]
+    )
+    | frozenset(["intermediate_size_mlp", "use_qk_norm", "router_jitter_noise", "no_rope_layer_interval"]),
+    frozenset({"attention_bias", "no_rope_layers"}),
+    ropes=("default", "llama3"),
+)
+OF_FAMILY = {"deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "gpt_oss": _GPT_OSS, "llama4_text": _LLAMA4}
 # Of these, whether it must be accepted depends on the value
 _COSMETIC_OR_COMPUTABLE = {
     "hidden_act": ("silu", "swish"),
@@ -129,14 +172,12 @@ class Mutation:
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
 
-    def must_be_accepted(self, *, in_file: bool, is_latent: bool = False) -> bool:
-        """In a file a key may contradict another (`rope_parameters`, `num_local_experts`) or the weights: an error.
-
-        `is_latent`: for DeepSeek's models.
-        """
+    def must_be_accepted(self, family: str, *, in_file: bool) -> bool:
+        """In a file a key may contradict another (`rope_parameters`, `num_local_experts`) or the weights: an error."""
         if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings", "num_experts"}:
             return False
-        return all(_is_accepted(name, value, is_latent=is_latent) for name, value in self.values.items())
+        accepts = OF_FAMILY.get(family, Accepts())
+        return all(_is_accepted(name, value, accepts) for name, value in self.values.items())
 
     @property
     def names(self) -> set[str]:
@@ -146,14 +187,18 @@ class Mutation:
         return {*self.values, *words} - {"default"}
 
 
-def _is_accepted(name: str, value: Any, *, is_latent: bool) -> bool:
+def _is_accepted(name: str, value: Any, accepts: Accepts) -> bool:
     if name in _ROPE_KEYS:
-        kinds = _LATENT_ROPES if is_latent else {rope["rope_type"] for rope in ROPES[:NUM_COMPUTABLE_ROPES]}
         return value is None or (
-            value.get("rope_type", value.get("type")) in kinds and "partial_rotary_factor" not in value
+            value.get("rope_type", value.get("type")) in accepts.ropes and "partial_rotary_factor" not in value
         )
-    fields = (ACCEPTED_FIELDS | _LATENT_FIELDS) - _NOT_LATENT_FIELDS if is_latent else ACCEPTED_FIELDS
-    return name in fields or value in _COSMETIC_OR_COMPUTABLE.get(name, ())
+    if name == "layer_types" and accepts.windows:
+        return {*value} <= {"full_attention", "sliding_attention"}
+    if name == "sliding_window" and accepts.windows:
+        return value is not None
+    return name in (ACCEPTED_FIELDS | accepts.fields) - accepts.not_fields or value in _COSMETIC_OR_COMPUTABLE.get(
+        name, ()
+    )
 
 
 def single_mutations(config_class: type[PreTrainedConfig]) -> list[Mutation]:
