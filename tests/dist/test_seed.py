@@ -18,12 +18,15 @@ from trainer.models import initial_weights
 from trainer.seed import seed
 
 SMALL_BLOCKS = 3000  # so that tensors of these models have many, which end within shards
-TP, PP = "tensor_parallel_degree", "pipeline_parallel_degree"
+TP, PP, EP = "tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"
 CASES = [
     (Layout("fsdp 4", 4), "llama3/debug_tied"),
     (Layout("fsdp 2 tp 2, bf16", 4, {TP: 2}, {"dtype": "bfloat16"}), "llama3/debug_gqa"),
     (Layout("tp 2 pp 2", 4, {TP: 2, PP: 2}), "qwen3/debug_tied"),
     (Layout("fsdp 2 pp 2", 4, {PP: 2}), "llama2/debug_gqa"),
+    (Layout("fsdp 4 ep 2", 4, {EP: 2}), "deepseek_v3/debug_v3"),
+    (Layout("fsdp 2 tp 2 ep 4", 4, {TP: 2, EP: 4}), "gpt_oss/debug_window"),
+    (Layout("fsdp 2 pp 2 ep 2", 4, {PP: 2, EP: 2}), "llama4/debug_maverick"),
 ]
 
 
