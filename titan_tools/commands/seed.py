@@ -41,7 +41,8 @@ def seed(
     if as_json:
         print_json(report.to_json())
         return
+    files = "1 file" if report.num_files == 1 else f"{report.num_files:,} files"
     print(
-        f"{report.model}, {report.num_parameters:,} parameters, {report.dtype}, seed {report.seed}: {report.num_files}"
-        f" files for {report.mesh}, {report.num_bytes:,} bytes in {report.secs:.1f} s → {report.destination}"
+        f"{report.model}, {report.num_parameters:,} parameters, {report.dtype}, seed {report.seed}: {files}"
+        f" for {report.mesh}, {report.num_bytes:,} bytes in {report.secs:.1f} s → {report.destination}"
     )
