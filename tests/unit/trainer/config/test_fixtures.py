@@ -107,7 +107,13 @@ def test_a_preset_is_fine_on_the_ranks_that_it_names(name):
 
 def test_there_are_presets_of_every_size():
     flavors = {(config.model.name, config.model.flavor) for config in map(load_config, preset_names())}
-    wanted = {"llama3": ("debug_gqa", "1B", "3B", "8B", "70B", "405B"), "qwen3": ("debug_gqa", "0.6B", "8B", "32B")}
+    wanted = {
+        "llama3": ("debug_gqa", "1B", "3B", "8B", "70B", "405B"),
+        "qwen3": ("debug_gqa", "0.6B", "8B", "32B", "debug_moe", "30B-A3B", "235B-A22B"),
+        "deepseek_v3": ("16B", "671B"),
+        "gpt_oss": ("20b", "120b"),
+        "llama4": ("17bx16e_irope", "17bx128e_irope"),
+    }
     assert {(name, flavor) for name, flavors in wanted.items() for flavor in flavors} <= flavors
     assert load_config("llama3_8b_float8").model.converters == ("quantize.linear.float8",)
     assert (world_sizes("llama3_70b_256"), world_sizes("llama3_405b_512")) == ([256], [512])
