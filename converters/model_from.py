@@ -58,8 +58,8 @@ def find_model_info(
         given = _without_documents(read_model_info(place, weights), place)
     if own_file.name == META_PARAMS and "max_seq_len" not in read_json(own_file):  # chosen by its readers
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
-    own_fields = _fields(own, is_whole=_has_all_fields(own_file))
-    given_fields = _fields(given, is_whole=given_file is not None and _has_all_fields(given_file))
+    own_fields = _fields(own, is_whole=has_all_fields(own_file))
+    given_fields = _fields(given, is_whole=given_file is not None and has_all_fields(given_file))
     ours = {"family": model_type(own), **computed_numbers(own.args), **own_fields, **_sure_ids(own)}
     theirs = {"family": model_type(given), **computed_numbers(given.args), **given_fields, **_sure_ids(given)}
     problems = [
@@ -76,12 +76,12 @@ def find_model_info(
             if (catalog.root / MANIFEST).exists()
             else [],
         )
-    if not _has_all_fields(own_file) and not own.untranslated:
+    if not has_all_fields(own_file) and not own.untranslated:
         own = replace(own, untranslated=given.untranslated)
     return _complete(own, given, catalog.root, place)
 
 
-def _has_all_fields(file: Path) -> bool:
+def has_all_fields(file: Path) -> bool:
     """Whether a file is transformers' config.json, where a missing field has its default."""
     if file.name != HF_CONFIG:
         return False

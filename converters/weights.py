@@ -17,7 +17,7 @@ from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.layout import row_blocks
-from converters.model_from import find_model_info
+from converters.model_from import find_model_info, has_all_fields
 from converters.model_info import ModelInfo, find_model_file
 from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.names import section_of
@@ -157,7 +157,8 @@ def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANT
     if info.quantization is None:
         return None
     infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in model_part(catalog).tensors.items()}
-    is_own = CONTAINERS[catalog.container].is_for_transformers and find_model_file(catalog.root) is not None
+    file = find_model_file(catalog.root)
+    is_own = CONTAINERS[catalog.container].is_for_transformers and file is not None and has_all_fields(file)
     return find_quantized(infos, info.quantization, dtype=dtype, is_own=is_own)
 
 

@@ -90,11 +90,15 @@ _OWN = Naming(  # OpenAI's release, whose experts are mxfp4; the rows of q, k an
         Rule("output.weight", "unembedding.weight"),
     ),
 )
+# What OpenAI's own class holds in memory, and saves: values under the names of their parameters
+_OWN_VALUES = Naming(
+    "openai_values", tuple(replace(rule, foreign=rule.foreign.removesuffix(".blocks")) for rule in _OWN.rules)
+)
 
 
 def _naming_for(naming: Naming, args: ModelArgs) -> Naming:
     """OpenAI's names with the rows of q, k and v in their fused matrix."""
-    if naming.name != _OWN.name:
+    if naming.name not in (_OWN.name, _OWN_VALUES.name):
         return naming
     q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
     starts, total = {_Q: 0, _K: q_rows, _V: q_rows + kv_rows}, q_rows + 2 * kv_rows
@@ -146,7 +150,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     flavors=FLAVORS,
     parameters=parameters,
-    namings={naming.name: naming for naming in (_HF, _BLOCKS, _RESAVED, _NEWEST, _OWN)},
+    namings={naming.name: naming for naming in (_HF, _BLOCKS, _RESAVED, _NEWEST, _OWN, _OWN_VALUES)},
     naming_for=_naming_for,
     naming_by_shapes=_naming_by_shapes,
     args_from_hf_config=args_of,

@@ -27,6 +27,10 @@ from trainer.config.sections import Checkpoint
 
 MATRICES = ("gate_up_proj", "down_proj")
 MXFP4 = OutputOptions(quantize="mxfp4")
+FORMS = (
+    *("HF mxfp4", "HF bf16", "HF floating blocks", "OpenAI mxfp4", "OpenAI bf16"),
+    *("DCP", "torch file", "torchtitan's newest names"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +167,24 @@ def test_openai_s_release_has_other_names_and_one_matrix_for_q_k_and_v(root, tmp
     report = convert(root / "dcp", tmp_path / "oa", to="openai", options=OutputOptions(scales_from=root / "mx"))
     assert report.moved_scales == 0 and verify(tmp_path / "oa").ok
     ours, theirs = read_folder(tmp_path / "oa"), read_folder(root / "mx")
+    assert_same(ours, by_openai_s_names(theirs))
+    config = json.loads((tmp_path / "oa/config.json").read_text())
+    assert config["num_experts"] == 12 and config["rope_scaling_factor"] == 4.0 and "model_type" not in config
+    dtypes = json.loads((tmp_path / "oa/dtypes.json").read_text())
+    assert dtypes.keys() == ours.keys() and dtypes["block.2.mlp.mlp2_weight.scales"] == "UE8"
+    # the model card's config.json adds what OpenAI's does not say
+    published = json.loads((root / "mx/config.json").read_text()) | {"router_aux_loss_coef": 0.9, "eos_token_id": 5}
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside/config.json").write_text(json.dumps(published))
+    convert(tmp_path / "oa", tmp_path / "dcp", to="dcp", source="openai", model_from=tmp_path / "beside")
+    assert diff(tmp_path / "dcp", root / "dcp").equal
+    report = convert(tmp_path / "oa", tmp_path / "mx", to="hf", options=MXFP4)
+    assert report.moved_scales == 0 and report.scales_of == str(tmp_path / "oa")
+    assert_same(read_folder(tmp_path / "mx"), theirs)
+
+
+def by_openai_s_names(theirs):
+    """Tensors of a folder in mxfp4 as OpenAI's release has them."""
     expected = {
         "embedding.weight": theirs["model.embed_tokens.weight"],
         "unembedding.weight": theirs["lm_head.weight"],
@@ -181,20 +203,65 @@ def test_openai_s_release_has_other_names_and_one_matrix_for_q_k_and_v(root, tmp
             expected[f"{of}.mlp.mlp{number}_bias"] = theirs[f"{its}.mlp.experts.{name}_bias"]
             for end in ("blocks", "scales"):
                 expected[f"{of}.mlp.mlp{number}_weight.{end}"] = theirs[f"{its}.mlp.experts.{name}_{end}"]
-    assert_same(ours, expected)
-    config = json.loads((tmp_path / "oa/config.json").read_text())
-    assert config["num_experts"] == 12 and config["rope_scaling_factor"] == 4.0 and "model_type" not in config
-    dtypes = json.loads((tmp_path / "oa/dtypes.json").read_text())
-    assert dtypes.keys() == ours.keys() and dtypes["block.2.mlp.mlp2_weight.scales"] == "UE8"
-    # the model card's config.json adds what OpenAI's does not say
-    published = json.loads((root / "mx/config.json").read_text()) | {"router_aux_loss_coef": 0.9, "eos_token_id": 5}
-    (tmp_path / "beside").mkdir()
-    (tmp_path / "beside/config.json").write_text(json.dumps(published))
-    convert(tmp_path / "oa", tmp_path / "dcp", to="dcp", source="openai", model_from=tmp_path / "beside")
-    assert diff(tmp_path / "dcp", root / "dcp").equal
-    report = convert(tmp_path / "oa", tmp_path / "mx", to="hf", options=MXFP4)
-    assert report.moved_scales == 0 and report.scales_of == str(tmp_path / "oa")
-    assert_same(read_folder(tmp_path / "mx"), theirs)
+    return expected
+
+
+def with_openai_s_values(mx):
+    """What OpenAI's class holds in memory: the experts as values, [experts, out, in] as their codes."""
+    held = by_openai_s_names(read_folder(mx))
+    values = {name: tensor for name, tensor in held.items() if not name.endswith((".blocks", ".scales"))}
+    for name in (name.removesuffix(".blocks") for name in held if name.endswith(".blocks")):
+        values[name] = dequantize(held[f"{name}.blocks"], held[f"{name}.scales"])
+    return values
+
+
+def by_torchtitan_s_newest_names(tensors):
+    newest = {}
+    for name, tensor in tensors.items():
+        name = name.replace("attention.w", "attention.qkv_linear.w").replace("qkv_linear.wo", "wo")
+        name = name.replace("output.weight", "lm_head.weight").replace("moe.expert_bias", "moe.expert_bias_E")
+        for ours, letters in {"mlp1_weight": "EGD", "mlp1_bias": "EG", "mlp2_weight": "EDF", "mlp2_bias": "ED"}.items():
+            name = name.replace(f"experts.{ours}", f"routed_experts.inner_experts.{ours}_{letters}")
+        newest[name] = tensor
+    return newest
+
+
+@pytest.mark.parametrize("source", FORMS)
+def test_every_form_becomes_every_other_bit_for_bit(root, tmp_path, source):
+    """Each form of the same model is written here, not by titan, but for the DCP that other tests compare."""
+    mx, values, ours = read_folder(root / "mx"), values_of(root / "mx"), native(root / "dcp")
+    src, config = tmp_path / "src", json.loads((root / "mx/config.json").read_text())
+    match source:
+        case "HF mxfp4":
+            src = root / "mx"
+        case "HF bf16":
+            save(src, values, root / "mx", None)
+        case "HF floating blocks":
+            blocks = {f"{n}_blocks" if n.endswith(MATRICES) else n: t for n, t in values.items()}
+            save(src, blocks, root / "mx", None)
+        case "OpenAI mxfp4":
+            save(src, by_openai_s_names(mx), root / "mx", None, config=release_config(read_hf_config(config)[1]))
+        case "OpenAI bf16":
+            held = with_openai_s_values(root / "mx")
+            save(src, held, root / "mx", None, config=release_config(read_hf_config(config)[1]))
+        case "DCP":
+            src = root / "dcp"
+        case "torch file":
+            torch.save(ours, src := tmp_path / "src.pt")
+        case "torchtitan's newest names":
+            torch.save(by_torchtitan_s_newest_names(ours), src := tmp_path / "src.pt")
+    model_from, kept = root / "hf" if src.suffix == ".pt" else None, {"scales_from": root / "mx"}
+    for to, options, expected in (
+        ("hf", OutputOptions(quantize="mxfp4", **kept), mx),
+        ("hf", OutputOptions(), values),
+        ("openai", OutputOptions(**kept), by_openai_s_names(mx)),
+        ("dcp", OutputOptions(), ours),
+        ("torch", OutputOptions(), ours),
+    ):
+        out = tmp_path / (f"{to}.pt" if to == "torch" else f"{to} {options.quantize}")
+        convert(src, out, to=to, options=options, model_from=model_from)
+        found = torch.load(out) if to == "torch" else native(out) if to == "dcp" else read_folder(out)
+        assert_same(found, expected)
 
 
 def test_keys_and_values_exchanged_are_named(root, tmp_path):
@@ -214,13 +281,7 @@ def test_keys_and_values_exchanged_are_named(root, tmp_path):
 
 
 def test_newest_torchtitan_names(root, tmp_path):
-    newest = {}
-    for name, tensor in native(root / "dcp").items():
-        name = name.replace("attention.w", "attention.qkv_linear.w").replace("qkv_linear.wo", "wo")
-        name = name.replace("output.weight", "lm_head.weight").replace("moe.expert_bias", "moe.expert_bias_E")
-        for ours, letters in {"mlp1_weight": "EGD", "mlp1_bias": "EG", "mlp2_weight": "EDF", "mlp2_bias": "ED"}.items():
-            name = name.replace(f"experts.{ours}", f"routed_experts.inner_experts.{ours}_{letters}")
-        newest[name] = tensor
+    newest = by_torchtitan_s_newest_names(native(root / "dcp"))
     torch.save(newest, tmp_path / "model.pt")
     convert(tmp_path / "model.pt", tmp_path / "dcp", to="dcp", model_from=root / "hf")
     assert diff(tmp_path / "dcp", root / "dcp").equal
