@@ -109,16 +109,17 @@ def test_scales_and_codes_of_torchao(dtype):
     assert not np.array_equal(scales, scales_rounded_up(block_amax(ours)))
 
 
-def test_dequantized_values_are_quantized_to_equal_values():
+@pytest.mark.parametrize("rule", [scales_rounded_up, scales_rounded_down])
+def test_dequantized_values_are_quantized_to_equal_values(rule):
     codes, scales = RNG.integers(0, 256, (400, 2, 16), np.uint8), RNG.integers(1, 250, (400, 2), np.uint8)
     codes[:100] &= 0x99  # largest codes of 1 (0.5), and nothing else
     codes[100:200] &= 0xBB  # of 3 (1.5)
     codes[200], scales[202:210] = 0x88, 0
     values = decode(codes, scales, "bfloat16")
-    once = scales_rounded_up(block_amax(values))
+    once = rule(block_amax(values))
     assert np.array_equal(bits(decode(encode(values, once), once, "bfloat16")), bits(values))
     largest = np.maximum((codes & 7).max(-1), (codes >> 4 & 7).max(-1))
     assert np.array_equal(once == scales, (largest >= 6) | (scales == 0))  # the codes of 4 and 6
     assert (once[:200] < scales[:200]).all() and np.array_equal(once[210:], scales[210:])
-    again = scales_rounded_up(block_amax(decode(encode(values, once), once, "bfloat16")))
+    again = rule(block_amax(decode(encode(values, once), once, "bfloat16")))
     assert np.array_equal(again, once)
