@@ -18,6 +18,8 @@ from converters.inspect import inspect_checkpoint
 from converters.manifest import read_manifest
 from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info
+from converters.mxfp4_scheme import Mxfp4Scheme
+from converters.quantization import read_quantization
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_gpt_oss import CONFIG, NUMBERS, dequantize, quantize, read_folder, save, write_gpt_oss, write_mxfp4
@@ -539,6 +541,33 @@ def test_config_of_every_flavor_there_and_back(flavor):
 def test_a_window_of_no_tokens_is_refused_by_its_own_name(window):
     with pytest.raises(UnsupportedError, match=f"sliding_window = {window}: expected a whole number of tokens"):
         read_hf_config(config_of(FLAVORS["20b"]) | {"sliding_window": window})
+
+
+@pytest.mark.parametrize(("flavor", "num_layers", "num_experts"), [("20b", 24, 32), ("120b", 36, 128)])
+def test_hugging_face_s_config_of_the_published_models(flavor, num_layers, num_experts):
+    """Typed from the releases."""
+    published = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+        "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": num_layers, "num_key_value_heads": 8,
+        "num_local_experts": num_experts, "output_router_logits": False, "pad_token_id": 199999,
+        "quantization_config": CONFIG, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+    }  # fmt: skip
+    assert read_hf_config(published)[1] == FLAVORS[flavor]
+    assert read_quantization(published) == Mxfp4Scheme()
+    written = config_of(FLAVORS[flavor])
+    restated = {"router_aux_loss_coef", "rope_scaling"}  # the first is the class's, the second leaves out its defaults
+    for key in published.keys() & written.keys() - restated:
+        assert written[key] == published[key], key
 
 
 def test_openai_s_config_of_the_published_20b():
