@@ -34,7 +34,7 @@ def describe_dtypes(
     (own, *_), (first, *others) = _floating(weights), _floating(written)
     remarks = []
     if info.stated_dtype and dtype is None and info.stated_dtype != own:
-        remarks.append(f"{HF_CONFIG} says dtype {info.stated_dtype}, the weights are {own}: the output says {own}")
+        remarks.append(f"{HF_CONFIG} says dtype {info.stated_dtype}, the weights are {own}: the output says {first}")
     if to == "hf" and others:
         remarks.append(
             f"the weights are {first} and {', '.join(others)}; {HF_CONFIG} says dtype {first}, and transformers "

@@ -221,6 +221,18 @@ def test_transformers_dequantizes_it_to_the_same_logits(tmp_path):
     assert (ours - before).norm() < 0.2 * before.norm()
 
 
+def test_the_dtype_that_config_json_gets_is_the_one_that_is_reported(plain, tmp_path):
+    """It is that of what stays: of values in bfloat16 and norms, embedding and output in float32, the second."""
+    published = write_fp8(tmp_path / "fp8", plain)
+    held = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in read_folder(published).items()}
+    config = json.loads((published / "config.json").read_text())
+    mixed = save(tmp_path / "mixed", held, plain, config["quantization_config"])
+    (mixed / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    remark = next(each for each in out(mixed, tmp_path / "out").remarks if "the output says" in each)
+    assert remark == "config.json says dtype float16, the weights are bfloat16: the output says float32"
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "float32"
+
+
 WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
 
 
