@@ -33,7 +33,7 @@ from converters.needs import (
 )
 from converters.open import open_checkpoint, require_exists
 from converters.plan import ConversionPlan, plan_conversion
-from converters.quantize import opened_scales
+from converters.quantize import describe_unknown, opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
@@ -163,6 +163,7 @@ def convert(
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
         remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
+        remarks += [describe_unknown(scales_from, weights.num_mtp_layers if mtp == "keep" else 0)]
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:

@@ -200,6 +200,16 @@ def _same_scheme(asked: Scheme, found: Scheme, folder: Path) -> Scheme:
     return found if isinstance(found, Fp8Scheme) else asked
 
 
+def describe_unknown(known: NativeWeights | None, num_mtp_layers: int) -> str:
+    """The layers for multi-token prediction that a folder of kept scales lacks; "" if none of `num_mtp_layers`."""
+    if known is None or known.num_mtp_layers >= num_mtp_layers:
+        return ""
+    return (
+        f"--scales-from {known.catalog.root} has {known.num_mtp_layers} of {num_mtp_layers} layers for multi-token "
+        "prediction: the weights of the others are not quantized"
+    )
+
+
 @contextmanager
 def opened_scales(
     folder: Path | None, weights: NativeWeights, *, keep_mtp: bool = False

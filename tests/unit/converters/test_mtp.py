@@ -219,6 +219,24 @@ def test_the_projection_is_not_quantized(source, tmp_path):
     assert read_model_info(tmp_path / "again").args.num_mtp_layers == count
 
 
+def test_layers_that_a_folder_of_scales_lacks_are_not_quantized_and_counted(source, tmp_path):
+    count, root, tensors = source
+    convert(root / "kept", tmp_path / "without", to="hf", options=OutputOptions(quantize="fp8"))
+    options = OutputOptions(quantize="fp8", scales_from=tmp_path / "without")
+    said = f"has 0 of {count} layers for multi-token prediction: the weights of the others are not quantized"
+    assert any(
+        said in remark
+        for remark in convert(root / "kept", tmp_path / "a", to="hf", mtp="keep", options=options).remarks
+    )
+    written = load_file(tmp_path / "a" / "model.safetensors")
+    name = "model.layers.3.mlp.experts.0.up_proj"
+    assert torch.equal(written[f"{name}.weight"], tensors[f"{name}.weight"])
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert name in config["quantization_config"]["modules_to_not_convert"]
+    report = convert(root / "kept", tmp_path / "b", to="hf", options=options)
+    assert not any("are not quantized" in remark for remark in report.remarks)
+
+
 def test_a_choice_that_is_none_is_refused(source, tmp_path):
     """In Python, where nothing else checks it: a misspelled "keep" must not drop them."""
     _, root, _ = source
