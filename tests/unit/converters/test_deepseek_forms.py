@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from converters.diff import diff
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.registry import get_family
+from converters.foreign_view import foreign_view
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.layout import boxes_for_mesh, local_box
@@ -28,12 +31,14 @@ from converters.mesh_check import check_mesh
 from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
+from converters.quantization import Fp8Scheme
 from converters.reshard import reshard
 from converters.verify import verify
 from converters.weights import open_native
 from tests.big_shapes import deepseek_v3, write_sparse_hf
+from tests.fp8_folders import CONFIG, is_quantized
 from tests.tiny_deepseek import native_arrays, write_deepseek
-from tests.unit.converters.families.test_deepseek_config import V3
+from tests.unit.converters.families.test_deepseek_config import PUBLISHED, V3
 
 ROOT = Path(__file__).parents[3]
 FAMILY = get_family("deepseek_v3")
@@ -298,6 +303,33 @@ def test_671b_in_fp8_with_all_scales(tmp_path):
     config = {key: value for key, value in V3.items() if key != "auto_map"} | {"quantization_config": scheme}
     write_sparse_hf(tmp_path / "hf", tensors, shard_bytes=5 * 10**9, config=config)
     test_671b_is_planned_within_5_seconds_and_400_mib(tmp_path / "hf", "dcp", ["--mtp", "keep"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavor", ["Kimi-K2", "Moonlight-16B-A3B"])
+def test_kimi_k2_and_moonlight_are_planned_from_their_headers(flavor, tmp_path):
+    """Kimi K2 in fp8, as it is published: 139,583 tensors."""
+    config, num_trained = PUBLISHED[flavor]
+    native = {
+        p.fqn: TensorInfo("bfloat16" if p.is_trained else "float32", p.shape)
+        for p in FAMILY.parameters(FAMILY.flavors[flavor])
+    }
+    view = foreign_view(
+        SimpleNamespace(tensors=native), ModelInfo(FAMILY.name, FAMILY.flavors[flavor]), FAMILY.namings["hf"]
+    )
+    tensors = dict(view.tensors)
+    if flavor == "Kimi-K2":
+        for name in (n for n in view.tensors if is_quantized(n) and "correction" not in n):
+            tensors[name], tensors[f"{name}_scale_inv"] = Fp8Scheme().stored(tensors[name].shape)
+        config = config | {"quantization_config": CONFIG}
+        assert len(tensors) == 139_583
+    write_sparse_hf(tmp_path / "hf", tensors, shard_bytes=5 * 10**9, config=config)
+    report = convert(
+        tmp_path / "hf", tmp_path / "out", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=8)), dry_run=True
+    )
+    biases = sum(prod(info.shape) for fqn, info in native.items() if fqn.endswith("expert_bias"))
+    assert report.dtypes == {"bfloat16": 2 * num_trained, "float32": 4 * biases}
+    assert not report.dropped and not report.missing and not report.extra
 
 
 def test_a_checkpoint_without_offsets_or_with_some(source, tmp_path):

@@ -13,7 +13,8 @@ from converters.errors import CheckpointError
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.verify import verify
-from tests.tiny_deepseek import write_mtp
+from tests.fp8_folders import dequantized, read_folder, write_fp8
+from tests.tiny_deepseek import write_deepseek, write_mtp
 from tests.unit.converters.test_deepseek_forms import own_names
 
 BLOCK = 128
@@ -80,6 +81,32 @@ def test_back_to_the_same_codes_and_scales(published, tmp_path):
         ours = written[name]
         assert ours.dtype == tensor.dtype, name
         assert np.array_equal(ours.view(torch.uint8).numpy(), tensor.contiguous().view(torch.uint8).numpy()), name
+
+
+@pytest.mark.parametrize("name", ["v2", "v2_lite", "moonlight", "kimi"])
+def test_other_models_of_the_class(name, tmp_path):
+    """Through DCP and a torch file, with 576 rows in five blocks; a dry run plans what a conversion writes."""
+    write_deepseek(tmp_path / "bf16", name, dtype="bfloat16", **SIZES | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    fp8 = write_fp8(tmp_path / "fp8", tmp_path / "bf16", files=2)
+    if name == "kimi":
+        config = json.loads((fp8 / "config.json").read_text())
+        (fp8 / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    stored, values = read_folder(fp8), dequantized(fp8)
+    assert stored["model.layers.2.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 2)
+    planned = convert(fp8, tmp_path / "dcp", to="dcp", dry_run=True)
+    done = convert(fp8, tmp_path / "dcp", to="dcp")
+    assert (planned.num_tensors, planned.num_bytes, planned.dtypes) == (done.num_tensors, done.num_bytes, done.dtypes)
+    convert(fp8, tmp_path / "torch", to="torch")
+    assert diff(tmp_path / "torch", tmp_path / "dcp").equal and diff(fp8, tmp_path / "dcp").equal
+    convert(tmp_path / "torch", tmp_path / "values", to="hf")
+    options = OutputOptions(quantize="fp8", scales_from=fp8)
+    assert convert(tmp_path / "dcp", tmp_path / "back", to="hf", options=options).moved_scales == 0
+    for found, expected in ((read_folder(tmp_path / "values"), values), (read_folder(tmp_path / "back"), stored)):
+        assert found.keys() == expected.keys()
+        assert [n for n, t in expected.items() if found[n].dtype != t.dtype] == []
+        assert [
+            n for n, t in expected.items() if not torch.equal(found[n].view(torch.uint8), t.view(torch.uint8))
+        ] == []
 
 
 def test_deepseeks_own_form_has_scales_of_another_name(published, tmp_path):
