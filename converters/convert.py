@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,7 @@ def convert(
             scales_from=scales_from,
             keep_extra=keep_extra,
         )
+        weights = replace(weights, info=plan.contents.info)
         quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)

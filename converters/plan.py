@@ -21,7 +21,7 @@ from converters.namings import is_named
 from converters.quantize import Quantization, plan_quantization
 from converters.source_check import check_digests
 from converters.view import View
-from converters.weights import NativeWeights
+from converters.weights import NativeWeights, without_outer
 
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
 
@@ -82,7 +82,8 @@ def plan_conversion(
         casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
         casts |= quantization.casts(view.tensors)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
-    contents = Contents(tensors, view, family, weights.info, dst)
+    info = without_outer(weights.info, family) if homeless else weights.info
+    contents = Contents(tensors, view, family, info, dst)
     if quantization is not None:
         coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))
         contents = replace(

@@ -136,14 +136,14 @@ def native_weights(
         parameters = {p.fqn for p in family.parameters(info.args)}
         extras = tuple(name for name in view.tensors if name not in parameters)
         if not extras:
-            info = _without_outer(info, family)
+            info = without_outer(info, family)
         return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found, extras)
     except BaseException:
         reader.__exit__(None, None, None)
         raise
 
 
-def _without_outer(info: ModelInfo, family: Family) -> ModelInfo:
+def without_outer(info: ModelInfo, family: Family) -> ModelInfo:
     """Without the files and fields of config.json that a multimodal class has beside its text model."""
     of = family.multimodal
     if of is None or not info.outer:

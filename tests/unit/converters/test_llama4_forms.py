@@ -294,6 +294,10 @@ def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     assert f"{len(extras)} tensors beside the text model" in inspect_checkpoint(root / "dcp").parts
     meta = convert(root / "dcp", tmp_path / "meta", to="meta")
     assert set(extras) <= meta.dropped.keys() and diff(tmp_path / "meta", tmp_path / "text").equal
+    left = ", ".join(f"assets/{file}" for file in PROCESSOR)
+    assert f"files that are not copied: {left}" in meta.remarks and not set(PROCESSOR) & set(meta.other_files)
+    assert "multimodal" not in json.loads((tmp_path / "meta/titan_model.json").read_text())
+    assert not set(PROCESSOR) & {path.name for path in (tmp_path / "meta").iterdir()}
     (counted,) = [remark for remark in meta.remarks if "encoders of other media" in remark]
     assert counted.startswith(f"{len(extras)} tensors") and counted.endswith(
         "for which an original Meta release has no place"
