@@ -4,7 +4,7 @@ A family's `multimodal` names the class of transformers. The other tensors keep 
 can hold them, and titan computes without them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,23 @@ def describe_extras(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> l
     remarks = []
     for reason in dict.fromkeys(reason for reason in dropped.values() if reason.startswith(OTHER_MEDIUM)):
         names = [name for name, its in dropped.items() if its == reason]
-        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-        num_bytes = sum(tensors[name].num_bytes for name in names if name in tensors)
-        size = f"; {num_bytes / 1e9:.2f} GB" if num_bytes else ""
         why = (
             "the text model computes the same; --keep-extra keeps them"
             if reason == EXTRA_REASON
             else reason.removeprefix(OTHER_MEDIUM)
         )
-        remarks.append(f"{len(names):,} tensors of encoders of other media ({parts}{size}) are left out: {why}")
+        remarks.append(f"{_counted(names, tensors)} are left out: {why}")
     return remarks
+
+
+def unread_remark(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> str | None:
+    """A remark on the tensors of other media that training and inference do not read."""
+    names = [name for name, reason in dropped.items() if reason.startswith(OTHER_MEDIUM)]
+    return f"{_counted(names, tensors)} are not read: the text model computes without them" if names else None
+
+
+def _counted(names: Sequence[str], tensors: Mapping[str, Any]) -> str:
+    parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+    num_bytes = sum(tensors[name].num_bytes for name in names if name in tensors)
+    size = f"; {num_bytes / 1e9:.2f} GB" if num_bytes else ""
+    return f"{len(names):,} tensors of encoders of other media ({parts}{size})"

@@ -20,6 +20,7 @@ from converters.layout import row_blocks
 from converters.model_from import find_model_info, has_all_fields
 from converters.model_info import ModelInfo, find_model_file
 from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
+from converters.multimodal import unread_remark
 from converters.names import section_of
 from converters.namings import detect_naming
 from converters.native_view import native_view
@@ -48,7 +49,10 @@ class NativeWeights:
     def notes(self) -> list[str]:
         """On files and tensors that are not read."""
         mtp = f"layers for multi-token prediction are not read: {self.num_mtp_layers}"
-        return [*self.catalog.notes, *([mtp] if self.num_mtp_layers else [])]
+        # of Meta's shards the catalog has one rank's part
+        sizes = {} if self.catalog.container == "meta" else self.catalog.tensors
+        media = unread_remark(self.source.ledger.dropped, sizes)
+        return [*self.catalog.notes, *([mtp] if self.num_mtp_layers else []), *([media] if media else [])]
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -309,6 +309,24 @@ def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_training_and_inference_note_what_they_do_not_read(whole, tmp_path):
+    model, root = whole
+    write_meta(tmp_path / "meta", model, 2)
+    text = "tensors of encoders of other media (multi_modal_projector, vision_model; 0.00 GB)"
+    num_extras = sum(not name.startswith("language_model.") for name in stored(root / "hf"))
+    of_meta = "2 tensors of encoders of other media (vision_embeddings, vision_projection)"
+    for folder, said in (
+        (root / "hf", f"{num_extras} {text}"),
+        (root / "dcp", f"{num_extras} {text}"),
+        (tmp_path / "meta", of_meta),
+    ):
+        with open_native(folder) as weights:  # both log these notes
+            assert weights.notes[-1] == f"{said} are not read: the text model computes without them"
+    convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)
+    with open_native(tmp_path / "text") as weights:
+        assert weights.notes == []
+
+
 def test_other_values_beside_the_text_model_are_a_difference(whole, tmp_path):
     _, root = whole
     shutil.copytree(root / "hf", tmp_path / "hf")
