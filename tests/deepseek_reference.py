@@ -30,7 +30,18 @@ def their_model(args: DeepSeekArgs) -> nn.Module:
     import transformers
 
     scaling = args.rope_scaling
-    assert scaling is not None and scaling.mscale == scaling.mscale_all_dim
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if scaling is not None:
+        assert scaling.mscale == scaling.mscale_all_dim
+        rope |= {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
     numbers = {
         "hidden_size": args.dim,
         "num_hidden_layers": args.num_layers,
@@ -40,14 +51,7 @@ def their_model(args: DeepSeekArgs) -> nn.Module:
         "vocab_size": args.vocab_size,
         "rms_norm_eps": args.norm_eps,
         "max_position_embeddings": args.max_seq_len,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": args.rope_theta,
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-            "mscale": scaling.mscale,
-            "mscale_all_dim": scaling.mscale_all_dim,
-        },
+        "rope_parameters": rope,
         "q_lora_rank": args.q_rank or None,
         "kv_lora_rank": args.kv_rank,
         "qk_nope_head_dim": args.head_dim - args.rotary_dim,

@@ -65,6 +65,7 @@ from trainer.parallel.context import head_tail_positions
 
 STEPS, FEW_STEPS = 20, 5
 V3, V2, V2_LITE, EIGHT = (f"{LATENTS}/{name}" for name in ("debug_v3", "debug_v2", "debug_v2_lite", "eight_layers"))
+MOONLIGHT, KIMI = f"{LATENTS}/debug_moonlight", f"{LATENTS}/debug_kimi"
 MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
 TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
 WINDOW, OF_TWO_BIASED, EIGHT_BIASED = (
@@ -169,6 +170,10 @@ SLOW_CASES = [
     (Layout("Interleaved1F1B ep 2", 4, {EP: 2, PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"} | EVEN), EIGHT),
     (Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"} | EVEN), EIGHT),
     (Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}), V3),
+    (Layout("fsdp 2, full recomputation", 2, sections={"activation_checkpoint": FULL}), KIMI),
+    (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}), KIMI),
+    (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), MOONLIGHT),
+    (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), MOONLIGHT),
     *((layout, flavor) for flavor in (WINDOW, MAVERICK) for layout in IN_TURN),
     *((layout, flavor) for flavor in (EIGHT_BIASED, EIGHT_SCALED) for layout in OF_STAGES),
     (EP2_EFSDP2, OF_TWO_BIASED),

@@ -85,6 +85,11 @@ def _register_experts(name: str) -> None:
         widths = {"head_dim": 32, "rotary_dim": 16, "value_dim": 32}
         flavors["float8"] = replace(flavors["debug_v3"], **widths)  # multiples of 16 on two tensor ranks
         flavors["eight_layers"] = replace(flavors["debug_v2"], num_layers=8, num_dense_layers=3)
+        without_groups = replace(flavors["debug_v3"], num_groups=1, top_groups=1, rope_theta=5e4)
+        moonlight = {"q_rank": 0, "num_shared_experts": 2, "route_scale": 2.446, "rope_scaling": None}
+        yarn = YarnRope(32.0, 16, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)
+        flavors["debug_moonlight"] = replace(without_groups, **moonlight)
+        flavors["debug_kimi"] = replace(without_groups, route_scale=2.827, rope_scaling=yarn)
 
     def initial_distribution(parameter, args):
         drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1), Role.LATENT_NORM: Normal(1.0)}

@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
+from tests.tiny_deepseek import NUMBERS as DEEPSEEK
 from tests.tiny_deepseek import write_deepseek
 from tests.tiny_experts import write_experts
 from tests.tiny_families import SCALING, write_tiny
@@ -40,7 +41,10 @@ MODELS = {
     "qwen3, tied": ("qwen3_tied", {}),
     "experts": ("experts", {"mlp_only_layers": [0]}),
     "deepseek v3": ("v3", {}),
+    "deepseek v2": ("v2", {}),
     "deepseek v2, lite": ("v2_lite", {}),
+    "moonlight": ("moonlight", {}),
+    "kimi k2": ("kimi", {}),
     "gpt-oss": ("gpt_oss", {}),
     "llama 4, scout": ("scout", {}),
     "llama 4, maverick": ("maverick", {}),
@@ -70,7 +74,7 @@ class Known:
         name, numbers = (MODELS | LONG)[called]
         if name == "experts":
             self.model = write_experts(folder, **NUMBERS | numbers)
-        elif called.startswith("deepseek"):
+        elif name in DEEPSEEK:
             self.model = write_deepseek(folder, name, **NUMBERS | numbers)
         elif name == "gpt_oss":
             self.model = write_gpt_oss(folder, dtype="float32", **NUMBERS | numbers)
@@ -126,7 +130,7 @@ def in_forms(models, forms=tuple(FORMS)):
     """Each of `models` in those of `forms` that can hold it."""
 
     def can_hold(model, form):
-        if model.startswith("deepseek"):  # torchtitan has had no other names for it
+        if (MODELS | LONG)[model][0] in DEEPSEEK:  # torchtitan has had no other names for it
             return not FORMS[form].llama_only and form not in ("torchtitan, model. prefix", "torchtitan, qkv_linear")
         if model.startswith(("gpt-oss", "llama 4")):  # checkpoint_forms.py knows no names of torchtitan for them
             return not FORMS[form].llama_only and not form.startswith("torchtitan")

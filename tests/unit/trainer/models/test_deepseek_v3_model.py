@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from converters.families.base import YarnRope
 from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters
 from converters.weights import open_native
 from tests.deepseek_reference import by_our_names, published_routes, their_model
@@ -20,6 +21,12 @@ from trainer.models.tensor_plan import TensorStyle
 EPS = {"norm_eps": 1e-3}
 ARGS = {name: replace(FLAVORS[name], vocab_size=256, **EPS) for name in ("debug_v3", "debug_v2", "debug_v2_lite")}
 ORIGINAL = 64  # YaRN's, of these flavors
+KIMI_YARN = YarnRope(32.0, ORIGINAL, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)
+_WITHOUT_GROUPS = replace(ARGS["debug_v3"], num_groups=1, top_groups=1, rope_theta=5e4)
+ARGS |= {
+    "moonlight": replace(_WITHOUT_GROUPS, q_rank=0, num_shared_experts=2, route_scale=2.446, rope_scaling=None),
+    "kimi": replace(_WITHOUT_GROUPS, route_scale=2.827, rope_scaling=KIMI_YARN),
+}
 
 
 def our_model(theirs: nn.Module, args: DeepSeekArgs) -> nn.Module:
