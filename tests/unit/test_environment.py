@@ -34,7 +34,7 @@ MORE = (
         "titan_tools/infer/test_command.py",
     ),
     *(
-        "titan_tools/infer/tasks/test_chat_terminal.py",
+        "titan_tools/infer/tasks/test_chat.py",
         "titan_tools/infer/test_ranks.py",
         "trainer/observability/test_flight_recorder.py",
     ),
