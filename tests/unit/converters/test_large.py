@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.big_shapes import LLAMA_405B_CONFIG, deepseek_v3, llama_405b, write_sparse_dcp, write_sparse_hf
+from tests.fp8_folders import CONFIG
+from tests.unit.converters.families.test_deepseek_config import V3
 
 # The peak as the kernel has it for the process's own memory: rusage would count the parent's from before the exec.
 CHILD = """
@@ -53,7 +55,7 @@ def test_inspect_of_405b(tmp_path):
 def test_inspect_and_quick_verify_of_the_largest(tmp_path, container, model):
     tensors = llama_405b() if model == "405B" else deepseek_v3()
     if container == "hf":
-        config = LLAMA_405B_CONFIG if model == "405B" else None
+        config = LLAMA_405B_CONFIG if model == "405B" else V3 | {"quantization_config": CONFIG}
         write_sparse_hf(tmp_path / "x", tensors, shard_bytes=4_800_000_000, config=config)
     else:
         write_sparse_dcp(tmp_path / "x", tensors)
