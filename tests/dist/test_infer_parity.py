@@ -61,9 +61,9 @@ MODELS = {
 BIASES = {0: torch.linspace(-0.3, 0.3, 12)[torch.tensor([5, 0, 11, 2, 8, 3, 10, 1, 9, 4, 7, 6])]}
 SEEDED = Sampling(0.9, top_k=60, top_p=0.98, seed=5)
 MOST_DIFFERENCE = 1e-4  # of logits
-# Bound, and the share of prompts that may exceed it, where transformers' own float32 logits are further from its float64
-# logits: of "experts" up to 1.3e-4 (ours 1e-4), of "gpt-oss" up to 1.4e-3 for a few tokens (ours 8e-5), whose experts are
-# not always those that it chooses in float64.
+# Bound, and the share of prompts that may exceed it, where transformers' own float32 logits are further from its
+# float64 logits: of "experts" up to 1.3e-4 (ours 1e-4), of "gpt-oss" up to 1.4e-3 for a few tokens (ours 8e-5), whose
+# experts are not always those that it chooses in float64.
 LOOSER = {"experts": (2e-4, 0.0), "gpt-oss": (2e-4, 0.05)}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
