@@ -22,6 +22,8 @@ def require_cover(catalog: Catalog) -> Catalog:
 
 def cover_problem(entry: TensorEntry) -> str | None:
     """Why the chunks do not cover the tensor (outside, overlap, hole), or None."""
+    if len(entry.chunks) == 1 and entry.chunks[0].box == Box.whole(entry.shape):
+        return None
     boxes = [chunk.box for chunk in entry.chunks if chunk.box.num_elements]
     for box in boxes:
         if len(box.sizes) != len(entry.shape) or len(box.offsets) != len(entry.shape):

@@ -16,6 +16,8 @@ def name_list_problem(key: str, names: Any) -> list[str]:
 
 def is_listed(module: str, listed: Sequence[str]) -> bool:
     """Whether a module is named, one that it is a part of, or the end of its name: transformers' rules."""
+    if not listed:
+        return False
     plain, wild = _parsed(tuple(listed))
     parts = module.split(".")
     names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.collector import collector_paused
 from converters.commit import find_complete
 from converters.containers.base import FolderFiles
 from converters.containers.dcp_ranks import rank_metadata_files
@@ -24,6 +25,7 @@ _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
 
 
+@collector_paused()
 def open_checkpoint(path: str | Path, *, against_manifest: bool = True) -> Catalog:
     """The catalog of a checkpoint folder or file. Reads headers only.
 

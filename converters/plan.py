@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from converters.catalog import Box, TensorInfo, count_dtypes
+from converters.collector import collector_paused
 from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.digest import TensorDigest
@@ -42,6 +43,7 @@ class ConversionPlan:
     quantization: Quantization | None
 
 
+@collector_paused()
 def plan_conversion(
     weights: NativeWeights,
     *,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo
+from converters.collector import collector_paused
 from converters.compare import BLOCK_BYTES
 from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
@@ -92,6 +93,7 @@ def open_native(
     return replace(weights, source=replace(weights.source, finite=frozenset(quantized)))
 
 
+@collector_paused()
 def native_weights(
     catalog: Catalog,
     *,

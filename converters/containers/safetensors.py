@@ -4,6 +4,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -191,8 +192,8 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
             said = str(error) if type(error) is ValueError else "not a dtype, a shape and two data_offsets"
             problems.append(f"{fqn}: {said}")
         else:
-            chunk = Chunk(Box(offsets, shape), name, data_offset + begin, row_major(shape))
-            ends = tuple(map(int.__add__, offsets, shape))
+            box, strides, ends = _placed(offsets, shape)
+            chunk = Chunk(box, name, data_offset + begin, strides)
             tensors[fqn] = TensorEntry(fqn, dtype, ends, (chunk,))
             extents.append((begin, end, fqn))
     if unsupported and not problems:
@@ -226,6 +227,12 @@ def _offsets(sharding: dict[str, Any], fqn: str, num_dims: int) -> tuple[int, ..
     if len(offsets) != num_dims or any(type(n) is not int or n < 0 for n in offsets):
         raise ValueError(f"saved_offsets {str(offsets):.60}")
     return offsets
+
+
+@lru_cache(maxsize=4096)
+def _placed(offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...], tuple[int, ...]]:
+    """Box, strides and ends of a part; the same objects for the many tensors of one shape."""
+    return Box(offsets, shape), row_major(shape), tuple(map(int.__add__, offsets, shape))
 
 
 def _checked_entry(item: Any) -> tuple[str, tuple[int, ...], int, int]:
