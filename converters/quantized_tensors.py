@@ -66,7 +66,10 @@ def _find_fp8(
 ) -> QuantizedTensors | None:
     codes = {name: info for name, info in tensors.items() if info.dtype.startswith("float8")}
     scales = {name: name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
-    scales |= {its: name for name in codes if (its := _scales_of(name, tensors)) in tensors}
+    beside = {its: name for name in codes if (its := _beside(name)) in tensors}
+    its_of = {name: _beside(name) if beside and not scales else name + SCALE for name in codes}
+    its_of |= {name: its for its, name in beside.items()}
+    scales |= beside
     if not codes and not scales:
         if not is_own:
             return None
@@ -78,20 +81,19 @@ def _find_fp8(
             problems[name] = f"scales      {name}  there is no {weight}"
         elif weight not in codes:
             problems[name] = f"scales      {name}  {weight} is {tensors[weight].dtype}, which needs none"
-        elif (its := _scales_of(weight, tensors)) != name:
-            problems[name] = f"scales      {name}  {weight} has {its}, too"
+        elif its_of[weight] != name:
+            problems[name] = f"scales      {name}  {weight} has {its_of[weight]}, too"
     expressions = {}
     for name, info in codes.items():
-        its = _scales_of(name, tensors)
+        its = its_of[name]
         problems |= _problems(name, info, its, tensors.get(its), scheme)
         expressions[name] = Fp8Blocks(Source(name), Source(its), scheme.block, dtype)
     return QuantizedTensors(scheme, dtype, expressions, scales, problems)
 
 
-def _scales_of(name: str, tensors: Mapping[str, TensorInfo]) -> str:
-    """The name of a weight's scales; DeepSeek's inference code has `X.scale` beside `X.weight`."""
-    own = name.removesuffix(".weight") + ".scale"
-    return own if name.endswith(".weight") and own in tensors else name + SCALE
+def _beside(name: str) -> str:
+    """The name of a weight's scales for DeepSeek's inference code, which has `X.scale` beside `X.weight`."""
+    return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else name + SCALE
 
 
 def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, scheme: Fp8Scheme) -> dict[str, str]:

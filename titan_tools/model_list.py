@@ -8,6 +8,7 @@ from converters.families.base import Family
 from converters.families.registry import all_families
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS
+from converters.quantization import SPELLINGS
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
@@ -26,6 +27,7 @@ def _describe(family: Family) -> dict[str, Any]:
         "commands": list(_commands(family)),
         "formats": list(_formats(family)),
         "namings": ["native", *family.namings],
+        "quantize": [text for text, scheme in SPELLINGS.items() if scheme.method in family.quantized_as],
         "flavors": [
             {
                 "flavor": flavor,

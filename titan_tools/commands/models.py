@@ -50,3 +50,4 @@ def models(
         print(f"  commands  {', '.join(family['commands'])}")
         print(f"  written   {', '.join(family['formats'])}")
         print(f"  names     {', '.join(family['namings'])}")
+        print(f"  quantize  {', '.join(family['quantize']) or 'none'}")

@@ -121,6 +121,19 @@ def test_there_and_back(source, form, tmp_path):
         assert_equal(loaded(tmp_path / "dcp", model), loaded(root / "dcp", model))
 
 
+def test_torchtitans_newest_names_are_read(source, tmp_path):
+    _, model, root = source
+    newest = {}
+    for name, weight in loaded(root / "dcp", model).items():
+        if "attention.w" in name and ".wo." not in name:
+            name = name.replace("attention.", "attention.qkv_linear.")
+        newest["lm_head.weight" if name == "output.weight" else name] = weight
+    torch.save(newest, tmp_path / "theirs.pt")
+    report = convert(tmp_path / "theirs.pt", tmp_path / "hf", to="hf", model_from=root / "hf")
+    assert report.source_format == "torch, titan_qkv_linear names"
+    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_metas_shards(source, count, tmp_path):
     """Read: the values of transformers. Written: the tensors of the release, bit for bit, in each of its files."""

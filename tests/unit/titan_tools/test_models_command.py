@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from converters.errors import UnsupportedError
+from converters.errors import ConfigError, UnsupportedError
 from converters.families.registry import all_families, get_family
 from converters.formats.base import OutputOptions
-from converters.formats.registry import FORMATS
+from converters.formats.registry import FORMATS, get_format
+from converters.quantization import SPELLINGS
 from titan_tools.commands.models import models
 from titan_tools.model_list import list_models
 from trainer.models.registry import get_trainer_family
@@ -38,5 +39,11 @@ def test_listed_formats_and_commands_work(listed):
         else:
             with pytest.raises(UnsupportedError):
                 output.naming(family, OutputOptions())
+    for text in SPELLINGS:
+        if text in listed["quantize"]:
+            get_format("hf").naming(family, OutputOptions(quantize=text))
+        else:
+            with pytest.raises(ConfigError, match=f"--quantize {text}: no {family.name} models are published so"):
+                get_format("hf").naming(family, OutputOptions(quantize=text))
     assert "train" not in listed["commands"] or get_trainer_family(family.name)
     assert ("meta" in listed["formats"]) == (family.meta_params is not None)
