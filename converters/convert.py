@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Catalog, TensorInfo, count_dtypes
+from converters.completed import completed
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
 from converters.destination import destination_of
@@ -109,8 +110,8 @@ def convert(
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
     written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
     `keep_extra`: keep the tensors, files and fields of config.json that a multimodal checkpoint has beside its text
-    model; None: if the source has native names. `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and
-    then nothing was written.
+    model, or take those of `model_from`; None: keep them if the source has native names. `trained_by`: one of
+    trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
     options = output.completed(options)
@@ -139,7 +140,8 @@ def convert(
             keep_mtp=mtp == "keep",
             keep_extra=keep_extra,
             dequantized=_dequantized(dtype),
-        ) as opened,
+        ) as found,
+        completed(found, model_from if keep_extra else None) as opened,
         opened_scales(
             options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
         ) as scales_from,

@@ -89,7 +89,12 @@ def with_extras(view: View, native: View, names: tuple[str, ...]) -> View:
 def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, ...], *, where: Path) -> None:
     """Raise ConfigError for a --keep-extra that has nothing to keep, or whose output could not be a whole again."""
     if family.multimodal is None or not names:
-        raise ConfigError(f"--keep-extra: {where} holds only a text model", hint="leave it out")
+        raise ConfigError(
+            f"--keep-extra: {where} holds only a text model",
+            hint="leave it out"
+            if family.multimodal is None
+            else "leave it out, or name the multimodal checkpoint that training began with in --model-from",
+        )
     if not outer:
         raise ConfigError(
             f"--keep-extra: no config.json of {family.multimodal.architecture} describes the {len(names):,} tensors "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import TensorInfo
+from converters.engine.journal import files_identity
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.expressions import Mxfp4Blocks
 from converters.families.base import EMBEDDING, OUTPUT, Naming, computed_numbers
@@ -58,11 +59,7 @@ class Quantization:
     @property
     def fingerprint(self) -> str:
         """Text that identifies it, to resume only the same work."""
-        files = ""
-        if self.known is not None:
-            catalog = self.known.catalog
-            states = [(name, (catalog.root / name).stat()) for name in sorted(catalog.tensor_files)]
-            files = f"{catalog.root.resolve()} {[(name, s.st_size, s.st_mtime_ns) for name, s in states]}"
+        files = "" if self.known is None else files_identity(self.known.catalog)
         return f"{self.scheme!r} {self.keeps_known} {sorted(self.encoders)} {files}"
 
 

@@ -152,7 +152,7 @@ def native_weights(
 def without_outer(info: ModelInfo, family: Family) -> ModelInfo:
     """Without the files and fields of config.json that a multimodal class has beside its text model."""
     of = family.multimodal
-    if of is None or not info.outer:
+    if of is None:
         return info
     assets = {name: path for name, path in info.assets.items() if name not in of.files}
     return replace(info, outer={}, assets=assets)

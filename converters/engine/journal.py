@@ -56,13 +56,19 @@ def plan_fingerprint(
     return summed.hexdigest()
 
 
+def files_identity(catalog: Catalog) -> str:
+    """Text that identifies another checkpoint that a plan reads, by the size and time of its files with values."""
+    states = [(name, (catalog.root / name).stat()) for name in sorted(catalog.tensor_files)]
+    return f"{catalog.root.resolve()} {[(name, s.st_size, s.st_mtime_ns) for name, s in states]}"
+
+
 def reading_order(source: TensorSource, *numbers: int) -> str:
     """32 hex digits that identify `numbers`, and what a source and its views read for each tensor."""
     summed = xxh3_128(repr(numbers).encode())
     while (inner := getattr(source, "source", None)) is not None:
         expressions: Mapping[str, Expression] | None = getattr(source, "expressions", None)
         if expressions is None:
-            summed.update(repr(type(source).__name__).encode())
+            summed.update(repr(getattr(source, "identity", type(source).__name__)).encode())
         else:  # as before there were expressions, where a tensor is made of one
             summed.update(
                 repr(sorted((fqn, made.sources[0]) for fqn, made in expressions.items() if made.sources)).encode()

@@ -79,7 +79,8 @@ KeepExtra = Annotated[
     bool | None,
     typer.Option(
         help="Keep what a multimodal checkpoint has beside its text model (Llama 4's vision encoder): an export is "
-        "complete again. Default: keep it only if SRC has titan's own names.",
+        "complete again. A SRC with the text model alone, such as a training run's, gets it from --model-from. "
+        "Default: keep it only if SRC has titan's own names.",
         show_default=False,
     ),
 ]

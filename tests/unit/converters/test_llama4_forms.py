@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import shutil
 import time
@@ -14,9 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
 
+from converters.completed import completed
 from converters.containers.torch_file import read_catalog
 from converters.convert import convert
 from converters.diff import diff
+from converters.engine.journal import reading_order
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families import registry
 from converters.families.registry import get_family
@@ -27,7 +31,7 @@ from converters.multimodal import EXTRA_REASON
 from converters.open import open_checkpoint
 from converters.reshard import reshard
 from converters.verify import verify
-from converters.weights import open_native
+from converters.weights import native_weights, open_native
 from tests.big_shapes import llama4, write_sparse_hf
 from tests.tiny_llama4 import (
     PROCESSOR,
@@ -347,6 +351,67 @@ def test_other_values_beside_the_text_model_are_a_difference(whole, tmp_path):
     tensors["vision_model.class_embedding"][3] += 1
     save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
     assert [d.name for d in diff(tmp_path / "hf", root / "dcp").differences] == ["vision_model.class_embedding"]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_a_trained_text_model_is_completed_by_the_checkpoint_that_it_began_as(whole, to, tmp_path):
+    model, root = whole
+    convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)  # as a checkpoint of a run
+    given = {"model_from": root / "hf", "keep_extra": True}
+    report = convert(tmp_path / "text", tmp_path / "out", to=to, **given)
+    assert verify(tmp_path / "out").ok and diff(tmp_path / "out", root / "dcp").equal
+    convert(tmp_path / "out", tmp_path / "hf", to="hf", keep_extra=True)
+    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    again = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS[None]).logits, model(TOKENS[None]).logits)
+    for file, content in PROCESSOR.items():
+        assert json.loads((tmp_path / "hf" / file).read_text()) == content
+    alone = convert(tmp_path / "text", tmp_path / "alone", to="hf", model_from=root / "hf")
+    assert not set(PROCESSOR) & {path.name for path in (tmp_path / "alone").iterdir()}
+    num_extras = sum(not name.startswith("language_model.") for name in stored(root / "hf"))
+    assert report.num_tensors == alone.num_tensors + num_extras or to != "hf"
+    with pytest.raises(ConfigError, match="has no place for the"):
+        convert(tmp_path / "text", tmp_path / "meta", to="meta", **given)
+
+
+def test_only_a_checkpoint_of_the_same_model_completes_another(source, whole, tmp_path):
+    name, _, root = source
+    with pytest.raises(ConfigError, match="holds only a text model") as caught:
+        convert(root / "dcp", tmp_path / "out", to="hf", model_from=root / "hf", keep_extra=True)
+    assert caught.value.hint.endswith("in --model-from")
+    if name != "maverick":
+        with pytest.raises(ConfigError, match="contradicts"):
+            convert(root / "dcp", tmp_path / "out", to="hf", model_from=whole[1] / "hf", keep_extra=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_two_checkpoints_is_that_of_both(whole, tmp_path):
+    """Nothing that was interrupted is resumed with another vision encoder."""
+    _, root = whole
+    convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    seen = []
+    for _ in range(2):
+        with native_weights(open_checkpoint(tmp_path / "text")) as text, completed(text, tmp_path / "hf") as both:
+            seen.append(reading_order(both.source))
+        os.utime(tmp_path / "hf/model.safetensors", ns=(1, 1))
+    assert seen[0] != seen[1]
+
+
+def test_damage_of_what_completes_a_model_is_found(whole, tmp_path):
+    _, root = whole
+    convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)
+    shutil.copytree(root / "dcp", tmp_path / "damaged")
+    name, catalog = "vision_model.class_embedding", open_checkpoint(root / "dcp")
+    with CatalogReader(catalog) as reader:
+        chunk = reader.located(name, catalog.tensors[name].chunks[0])
+    with (tmp_path / "damaged" / chunk.file).open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\x01")
+    with pytest.raises(CheckpointError, match="vision_model.class_embedding"):
+        convert(tmp_path / "text", tmp_path / "out", to="hf", model_from=tmp_path / "damaged", keep_extra=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_to_keep(source, whole, tmp_path):
