@@ -20,13 +20,15 @@ def _only(harmless: Any, reason: str, *, kind: Any = None) -> Refused:
     return Refused(kind or type(harmless), (harmless,), reason)
 
 
+def _of_converter(kind: Any, name: str) -> Refused:
+    return _unread(kind, f'model.converters = ["{name}"]')
+
+
 def _unread(kind: Any, switch: str) -> Refused:
     return Refused(kind, None, f"read only with {switch}, which is not covered")
 
 
 _WORKERS = "a background thread reads the next batch; there are no worker processes"
-_MX = 'model.converters = ["quantize.linear.mx"] or similar'
-
 _NO_MX = "MXFP8 is not covered; quantize.linear.float8 is"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
@@ -54,12 +56,12 @@ REFUSED: dict[str, Refused] = {
         ((), ("moe.router.gate",)),
         "which products `op` recomputes cannot be chosen: every second one is kept",
     ),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _unread(str, _MX),
-    "quantize.linear.mx.recipe_name": _unread(str, _MX),
-    "quantize.linear.mx.filter_fqns": _unread(tuple[str, ...], _MX),
-    "quantize.grouped_mm.float8.fqns": _unread(tuple[str, ...], _MX),
-    "quantize.grouped_mm.mx.recipe_name": _unread(str, _MX),
-    "quantize.grouped_mm.mx.fqns": _unread(tuple[str, ...], _MX),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _of_converter(str, "quantize.linear.mx"),
+    "quantize.linear.mx.recipe_name": _of_converter(str, "quantize.linear.mx"),
+    "quantize.linear.mx.filter_fqns": _of_converter(tuple[str, ...], "quantize.linear.mx"),
+    "quantize.grouped_mm.float8.fqns": _of_converter(tuple[str, ...], "quantize.grouped_mm.float8"),
+    "quantize.grouped_mm.mx.recipe_name": _of_converter(str, "quantize.grouped_mm.mx"),
+    "quantize.grouped_mm.mx.fqns": _of_converter(tuple[str, ...], "quantize.grouped_mm.mx"),
     "comm.mode": _only("default", "for a rank on a fake process group run `titan train CONFIG --dry-run`"),
     "memory_estimation.enable": _only(False, "run `titan estimate-memory CONFIG`"),
     "memory_estimation.disable_fake_mode": _unread(bool, "memory_estimation.enable"),
