@@ -12,7 +12,7 @@ from converters.catalog import Box, TensorInfo, TensorSource
 from converters.engine.journal import files_identity
 from converters.errors import ConfigError, list_offenders
 from converters.expressions import Expression, Source
-from converters.families.base import computed_numbers
+from converters.families.base import computed_numbers, defining_numbers
 from converters.families.registry import get_family
 from converters.multimodal import find_files, require_extras
 from converters.open import open_checkpoint
@@ -57,7 +57,7 @@ def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[Nat
         yield weights
         return
     with native_weights(open_checkpoint(folder), keep_extra=True) as other:
-        ours, theirs = computed_numbers(weights.info.args), computed_numbers(other.info.args)
+        ours, theirs = defining_numbers(weights.info.args), computed_numbers(other.info.args)
         problems = [f"{key}: {ours[key]}, there {theirs.get(key)}" for key in ours if ours[key] != theirs.get(key)]
         if problems or other.info.family != weights.info.family:
             raise ConfigError(

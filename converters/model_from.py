@@ -10,7 +10,7 @@ from converters.catalog import Catalog
 from converters.containers.hf_cache import snapshot_of
 from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
-from converters.families.base import computed_numbers
+from converters.families.base import computed_numbers, defining_numbers
 from converters.families.registry import as_hf_config, get_family
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
@@ -60,7 +60,7 @@ def find_model_info(
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
     own_fields = _fields(own, is_whole=has_all_fields(own_file))
     given_fields = _fields(given, is_whole=given_file is not None and has_all_fields(given_file))
-    ours = {"family": model_type(own), **computed_numbers(own.args), **own_fields, **_sure_ids(own)}
+    ours = {"family": model_type(own), **defining_numbers(own.args), **own_fields, **_sure_ids(own)}
     theirs = {"family": model_type(given), **computed_numbers(given.args), **given_fields, **_sure_ids(given)}
     problems = [
         f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
@@ -156,6 +156,8 @@ def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> Mode
     others = sorted(name for name in given.assets.keys() & own.assets.keys() - set(TOKENIZERS))
     if others := [name for name in others if not _same_content(own.assets[name], given.assets[name])]:
         notes.append(f"--model-from has other contents in {', '.join(others)}; the checkpoint's own are used")
+    if (length := own.args.max_seq_len) != given.args.max_seq_len:
+        notes.append(f"max_seq_len is the checkpoint's own, {length}; --model-from has {given.args.max_seq_len}")
     assets = {**own.assets, **added}
     ids = {**own.token_ids, **_sure_ids(given), **_sure_ids(own)}
     return replace(

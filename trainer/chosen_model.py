@@ -4,7 +4,7 @@ from pathlib import Path
 
 from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.families.base import DynamicRope, computed_numbers
+from converters.families.base import computed_numbers, defining_numbers
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
@@ -31,9 +31,7 @@ def chosen_model(job: Job) -> ModelInfo:
 
 def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
     """Raise CheckpointError where the numbers differ, also those that do not affect shapes, such as rope_theta."""
-    theirs, ours = computed_numbers(found.args), computed_numbers(wanted.args)
-    if not isinstance(wanted.args.rope_scaling, DynamicRope):  # whose frequencies change beyond it
-        del ours["max_seq_len"]  # says how far a model may look, not what it is
+    theirs, ours = computed_numbers(found.args), defining_numbers(wanted.args)
     problems = [
         f"{name}: {theirs.get(name)} in the checkpoint, {ours[name]} in the config"
         for name in ours

@@ -118,6 +118,14 @@ def computed_numbers(args: ModelArgs) -> dict[str, Any]:
     return {name: value for name, value in all_numbers(args).items() if name not in others}
 
 
+def defining_numbers(args: ModelArgs) -> dict[str, Any]:
+    """`computed_numbers` without max_seq_len, which only says how far a model may look, except to a dynamic RoPE."""
+    numbers = computed_numbers(args)
+    if not isinstance(args.rope_scaling, DynamicRope):
+        del numbers["max_seq_len"]
+    return numbers
+
+
 def args_to_json(args: ModelArgs) -> dict[str, Any]:
     """The numbers as titan_model.json lists them."""
     omitted = {f.name: f.default for f in fields(args) if f.name in _OMITTED_AT_DEFAULT or f.metadata.get("omitted")}

@@ -187,6 +187,23 @@ def test_an_older_titan_s_checkpoint_gets_the_other_fields(folders, tmp_path):
     assert (config["attention_dropout"], config["own"]) == (0.25, [1])
 
 
+def test_another_context_length_is_the_checkpoints_own_and_noted(folders, tmp_path):
+    """A trained model has that of its flavor."""
+    given = shutil.copytree(folders / "hf", tmp_path / "given")
+    write_config(given, {"max_position_embeddings": 512})
+    report = convert(folders / "dcp", tmp_path / "out", to="hf", model_from=given)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["max_position_embeddings"] == 256
+    assert "max_seq_len is the checkpoint's own, 256; --model-from has 512" in report.remarks
+
+
+def test_another_context_length_of_a_dynamic_rope_is_a_contradiction(tmp_path):
+    write_llama(tmp_path / "hf", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    given = shutil.copytree(tmp_path / "hf", tmp_path / "given")
+    write_config(given, {"max_position_embeddings": 512})
+    with pytest.raises(ConfigError, match="max_seq_len: 256 in the checkpoint, 512 in --model-from"):
+        convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=given)
+
+
 def test_what_params_json_leaves_open_is_filled(tmp_path):
     model = write_llama(tmp_path / "hf", rope_scaling=None)
     write_meta(tmp_path / "meta", model)
