@@ -14,7 +14,7 @@ from converters.errors import ConfigError, list_offenders
 from converters.expressions import Expression, Source
 from converters.families.base import computed_numbers, defining_numbers
 from converters.families.registry import get_family
-from converters.multimodal import find_files, require_extras
+from converters.multimodal import count_extras, find_files, require_extras
 from converters.open import open_checkpoint
 from converters.source_check import check_tensors
 from converters.weights import NativeWeights, native_weights
@@ -56,6 +56,8 @@ def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[Nat
     if folder is None or weights.extras or get_family(weights.info.family).multimodal is None:
         yield weights
         return
+    if Path(folder).is_file():
+        raise ConfigError(f"--keep-extra: --model-from {folder} is a file", hint="give the folder of the checkpoint")
     with native_weights(open_checkpoint(folder), keep_extra=True) as other:
         ours, theirs = defining_numbers(weights.info.args), computed_numbers(other.info.args)
         problems = [f"{key}: {ours[key]}, there {theirs.get(key)}" for key in ours if ours[key] != theirs.get(key)]
@@ -78,5 +80,7 @@ def _joined(weights: NativeWeights, other: NativeWeights, folder: Path) -> Nativ
     tensors = {**view.tensors, **{name: other.tensors[name] for name in extras}}
     source = replace(view, source=_Joined(view.source, other), tensors=tensors, expressions=expressions)
     files = find_files(other.catalog.root, family.multimodal)
-    info = replace(weights.info, outer=other.info.outer, assets={**weights.info.assets, **files})
+    note = f"{count_extras(extras, other.catalog.tensors)} are taken from {folder}"
+    info = weights.info
+    info = replace(info, outer=other.info.outer, assets={**info.assets, **files}, notes=(*info.notes, note))
     return replace(weights, source=source, info=info, extras=extras)

@@ -39,7 +39,7 @@ from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
 from converters.trained_by import TRAINED_BY, apply_trained_by
-from converters.weights import DEQUANTIZED, NativeWeights, native_weights
+from converters.weights import NativeWeights, dequantized_for, native_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,8 @@ def convert(
     destination.check(src, overwrite=overwrite)
     if options.scales_from is not None:
         destination.check(options.scales_from, overwrite=overwrite)
+    if keep_extra and model_from is not None:  # tensors are read from it, too
+        destination.check(Path(model_from), overwrite=overwrite)
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
@@ -139,7 +141,7 @@ def convert(
             allow_extra=allow_extra,
             keep_mtp=mtp == "keep",
             keep_extra=keep_extra,
-            dequantized=_dequantized(dtype),
+            dequantized=dequantized_for(dtype),
         ) as found,
         completed(found, model_from if keep_extra else None) as opened,
         opened_scales(
@@ -164,7 +166,7 @@ def convert(
         quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
-        remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
+        remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes, *weights.notes_on_codes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         remarks += [describe_unknown(scales_from, weights.num_mtp_layers if mtp == "keep" else 0)]
         carried = destination.carried_files(weights)
@@ -275,11 +277,6 @@ def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None)
     most = None if shard_bytes is None else 1.1 * shard_bytes + MIB
     long = [name for name, size in file_bytes.items() if most and size > most]
     return f"--shard-size: longer, because no tensor is cut to fit: {', '.join(long)}" if long else ""
-
-
-def _dequantized(dtype: str | None) -> str:
-    """The type of weights that are read from float8 codes: one that `--dtype` rounds at most once."""
-    return DEQUANTIZED if dtype in (None, "bf16", DEQUANTIZED) else "float32"
 
 
 def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:

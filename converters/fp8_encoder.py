@@ -8,7 +8,7 @@ import numpy as np
 
 from converters.catalog import Box
 from converters.dtypes import numpy_dtype
-from converters.engine.encoder import Encoded
+from converters.engine.encoder import Encoded, require_in_range
 from converters.fp8 import block_amax, decode, encode, saturated, scales_of
 from converters.quantization import CODES, Fp8Scheme
 
@@ -35,6 +35,7 @@ class Fp8Encoder:
         block = self.scheme.block
         with np.errstate(over="ignore", invalid="ignore"):
             amax = block_amax(values, block)
+            require_in_range(self.scheme.weight_of(self.scales), amax, values)
             scales = scales_of(amax, power_of_two=self.scheme.power_of_two).astype(numpy_dtype(self.scale_dtype))
             first = (box.offsets[0] // block[0], box.offsets[1] // block[1])
             place = Box(first, (scales.shape[0], scales.shape[1]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import TensorInfo
-from converters.errors import CheckpointError, ConfigError
+from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.expressions import Expression, Source
 from converters.families.base import Family, ModelArgs, Multimodal
 from converters.families.registry import all_families
@@ -102,6 +102,15 @@ def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, .
             hint=f"its {family.multimodal.text_key} alone describes the text model",
             tries=["--no-keep-extra"],
         )
+    prefixes = [pattern.removesuffix("{*}") for pattern in family.multimodal.extras]
+    lost = [f"tensors {prefix}*" for prefix in prefixes if not any(name.startswith(prefix) for name in names)]
+    lost += [f"config.json's {key}" for key in family.multimodal.outer_keys if key not in outer]
+    if lost:
+        raise ConfigError(
+            f"--keep-extra: {where} lacks parts of a {family.multimodal.architecture}:" + list_offenders(lost),
+            hint="transformers would initialize them anew",
+            tries=["--no-keep-extra"],
+        )
 
 
 def require_place(output: str, names: tuple[str, ...], *, keep_extra: bool | None) -> dict[str, str]:
@@ -125,17 +134,18 @@ def describe_extras(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> l
             if reason == EXTRA_REASON
             else reason.removeprefix(OTHER_MEDIUM)
         )
-        remarks.append(f"{_counted(names, tensors)} are left out: {why}")
+        remarks.append(f"{count_extras(names, tensors)} are left out: {why}")
     return remarks
 
 
 def unread_remark(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> str | None:
     """A remark on the tensors of other media that training and inference do not read."""
     names = [name for name, reason in dropped.items() if reason.startswith(OTHER_MEDIUM)]
-    return f"{_counted(names, tensors)} are not read: the text model computes without them" if names else None
+    return f"{count_extras(names, tensors)} are not read: the text model computes without them" if names else None
 
 
-def _counted(names: Sequence[str], tensors: Mapping[str, Any]) -> str:
+def count_extras(names: Sequence[str], tensors: Mapping[str, Any]) -> str:
+    """Number, parts and size of tensors of other media. `tensors`: those with a size."""
     parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
     num_bytes = sum(tensors[name].num_bytes for name in names if name in tensors)
     size = f"; {num_bytes / 1e9:.2f} GB" if num_bytes else ""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from converters.catalog import Box
-from converters.engine.encoder import Encoded
+from converters.engine.encoder import Encoded, require_in_range
 from converters.mxfp4 import (
     BLOCK,
     block_amax,
@@ -40,6 +40,7 @@ class Mxfp4Encoder:
         """Codes and scales of `values`; not of values that are infinite or NaN, which the caller counts."""
         with np.errstate(over="ignore", invalid="ignore"):
             amax = block_amax(values)
+            require_in_range(self.scheme.weight_of(self.scales), amax, values)
             scales = scales_rounded_up(amax) if self.scheme.rounds_up else scales_rounded_down(amax)
             (*lead, column), (*counts, columns) = box.offsets, box.sizes
             place = Box((*lead, column // BLOCK), (*counts, columns // BLOCK))

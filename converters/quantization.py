@@ -17,6 +17,7 @@ from converters.mxfp4_scheme import Mxfp4Scheme, mxfp4_config, read_mxfp4
 from converters.not_quantized import is_listed, name_list_problem
 
 KEY = "quantization_config"
+BESIDE = ".scale"  # of its scales in DeepSeek's inference code, instead of a weight's `.weight`
 SCALE = "_scale_inv"  # a weight's name + this: its scales, which are multiplied (DeepSeek's name says otherwise)
 CODES = "float8_e4m3fn"
 SCALE_DTYPES = ("float32", "bfloat16")  # the second: Qwen's
@@ -68,7 +69,7 @@ class Fp8Scheme:
 
     def weight_of(self, name: str) -> str:
         """The name of the codes of scales of this name; other names unchanged."""
-        return name.removesuffix(SCALE)
+        return f"{name.removesuffix(BESIDE)}.weight" if name.endswith(BESIDE) else name.removesuffix(SCALE)
 
     def stored(self, shape: tuple[int, ...], *, scale_dtype: str = "float32") -> tuple[TensorInfo, TensorInfo]:
         """Codes and scales of a matrix of this shape."""

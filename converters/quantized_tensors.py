@@ -10,7 +10,7 @@ from converters.expressions import Expression, Fp8Blocks, Source
 from converters.fp8 import num_blocks
 from converters.mxfp4_scheme import Mxfp4Scheme
 from converters.mxfp4_tensors import find_mxfp4
-from converters.quantization import CODES, KEY, SCALE, SCALE_DTYPES, Fp8Scheme, Scheme
+from converters.quantization import BESIDE, CODES, KEY, SCALE, SCALE_DTYPES, Fp8Scheme, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,9 @@ def _find_fp8(
     codes = {name: info for name, info in tensors.items() if info.dtype.startswith("float8")}
     scales = {name: name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
     beside = {its: name for name in codes if (its := _beside(name)) in tensors}
+    if beside:  # names of DeepSeek's code
+        weights = {_beside(name): name for name in tensors if name.endswith(".weight")}
+        beside |= {its: weights[its] for its in tensors if its in weights}
     its_of = {name: _beside(name) if beside and not scales else name + SCALE for name in codes}
     its_of |= {name: its for its, name in beside.items()}
     scales |= beside
@@ -92,8 +95,8 @@ def _find_fp8(
 
 
 def _beside(name: str) -> str:
-    """The name of a weight's scales for DeepSeek's inference code, which has `X.scale` beside `X.weight`."""
-    return f"{name.removesuffix('.weight')}.scale" if name.endswith(".weight") else name + SCALE
+    """The name of a weight's scales in DeepSeek's inference code."""
+    return name.removesuffix(".weight") + BESIDE if name.endswith(".weight") else name + SCALE
 
 
 def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, scheme: Fp8Scheme) -> dict[str, str]:

@@ -33,7 +33,7 @@ def describe_dtypes(
     """
     (own, *_), (first, *others) = _floating(weights), _floating(written)
     remarks = []
-    if info.stated_dtype and dtype is None and info.stated_dtype != own:
+    if info.stated_dtype and dtype is None and info.stated_dtype not in (own, first):
         remarks.append(f"{HF_CONFIG} says dtype {info.stated_dtype}, the weights are {own}: the output says {first}")
     if to == "hf" and others:
         remarks.append(

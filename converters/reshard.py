@@ -31,6 +31,7 @@ from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_kept_float32
+from converters.remarks import describe_quantized
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.training.contents import ReshardedContents, collect
 from converters.training.parameter_names import read_spelling
@@ -43,6 +44,7 @@ from converters.training.sections import (
     with_titan_sections,
 )
 from converters.view import View
+from converters.weights import dequantized_for
 
 # Tensors that every rank reads whole (step counters, RNG states) share a file, instead of being in a rank's large one
 SMALL_TENSOR_FILE = "__small_0.distcp"
@@ -117,7 +119,11 @@ def reshard(
         )
     training = with_titan_sections(catalog)
     spelling = read_spelling(
-        training.catalog, renamed=bool(training.stored), model_from=model_from, allow_missing=allow_missing
+        training.catalog,
+        renamed=bool(training.stored),
+        model_from=model_from,
+        allow_missing=allow_missing,
+        dequantized=dequantized_for(dtype),
     )
     weights_held = [name for expression in spelling.weights.values() for name in expression.sources]
     sections = find_sections(training.catalog, [*weights_held, *spelling.dropped])
@@ -172,6 +178,7 @@ def reshard(
         ""
         if spelling.names.are_native
         else f"names: {spelling.naming} in the source; now as `titan train` writes them",
+        describe_quantized(spelling.quantized),
         loader_state,
         describe_rng_state(names, mesh),
         _describe_unknown(contents.unknown),

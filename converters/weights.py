@@ -17,12 +17,13 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
+from converters.fold import fold_texts
 from converters.layout import row_blocks
 from converters.model_from import find_model_info, has_all_fields
 from converters.model_info import ModelInfo, find_model_file
 from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.multimodal import unread_remark
-from converters.names import section_of
+from converters.names import HF_CONFIG, section_of
 from converters.namings import detect_naming
 from converters.native_view import native_view
 from converters.open import open_checkpoint
@@ -30,6 +31,11 @@ from converters.quantized_tensors import QuantizedTensors, find_quantized
 from converters.view import View
 
 DEQUANTIZED = "bfloat16"  # the type that published checkpoints were quantized from
+
+
+def dequantized_for(dtype: str | None) -> str:
+    """The type of weights that are read from codes: one that a cast to `dtype` rounds at most once."""
+    return DEQUANTIZED if dtype in (None, "bf16", DEQUANTIZED) else "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,32 @@ class NativeWeights:
 
     @property
     def notes(self) -> list[str]:
-        """On files and tensors that are not read."""
+        """On files and tensors that are not read, and on codes."""
         mtp = f"layers for multi-token prediction are not read: {self.num_mtp_layers}"
         # of Meta's shards the catalog has one rank's part
         sizes = {} if self.catalog.container == "meta" else self.catalog.tensors
         media = unread_remark(self.source.ledger.dropped, sizes)
-        return [*self.catalog.notes, *([mtp] if self.num_mtp_layers else []), *([media] if media else [])]
+        unread = [*([mtp] if self.num_mtp_layers else []), *([media] if media else [])]
+        return [*self.catalog.notes, *unread, *self.notes_on_codes]
+
+    @property
+    def notes_on_codes(self) -> list[str]:
+        """On weights of a quantized checkpoint that are not, and on float8 weights without scales."""
+        if self.quantized is None:
+            num_bare = sum(info.dtype.startswith("float8") for info in self.tensors.values())
+            text = f"weights in float8 without scales: {num_bare:,}; their codes are taken as values"
+            return [text] if num_bare else []
+        scheme, used = self.quantized.scheme, self.source.ledger.used
+        covered = (p.fqn for p in get_family(self.info.family).parameters(self.info.args) if scheme.covers(p))
+        names = [
+            name
+            for fqn in covered
+            for name in used.get(fqn, ())
+            if not (name in self.quantized.expressions or name in self.quantized.scales)
+            and not scheme.is_listed(name.rpartition(".")[0])
+        ]
+        text = f"not quantized, although {HF_CONFIG} does not list their modules: {', '.join(fold_texts(names))}"
+        return [text] if names else []
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

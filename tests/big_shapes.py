@@ -99,7 +99,7 @@ def deepseek_v3() -> dict[str, TensorInfo]:
 
 
 def llama4(num_experts: int, step: int) -> dict[str, TensorInfo]:
-    """Llama 4 Scout (16 experts, step 1) or Maverick (128, 2) as the Hub has them; of the vision encoder one tensor."""
+    """Llama 4 Scout (16 experts, step 1) or Maverick (128, 2) as the Hub has them, and two other tensors."""
     dim, hidden, dense, vocab = 5120, 8192, 16384, 202048
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, dim), "lm_head.weight": (vocab, dim)}
     for n in range(48):
@@ -119,7 +119,8 @@ def llama4(num_experts: int, step: int) -> dict[str, TensorInfo]:
             shapes[f"{feed}.experts.down_proj"] = (num_experts, hidden, dim)
     shapes["model.norm.weight"] = (dim,)
     found = {f"language_model.{name}": TensorInfo("bfloat16", shape) for name, shape in shapes.items()}
-    return found | {"vision_model.class_embedding": TensorInfo("bfloat16", (1408,))}
+    beside = {"vision_model.class_embedding": (1408,), "multi_modal_projector.linear_1.weight": (dim, 4096)}
+    return found | {name: TensorInfo("bfloat16", shape) for name, shape in beside.items()}
 
 
 def write_sparse_hf(

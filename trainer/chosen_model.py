@@ -54,6 +54,13 @@ def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) 
             hint="without that key the format is detected",
             tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
         )
+    num_bare = sum(info.dtype.startswith("float8") for info in weights.tensors.values())
+    if settings.initial_load_in_hf_quantized and num_bare and not weights.quantized:
+        raise CheckpointError(
+            f"checkpoint.initial_load_in_hf_quantized: {path} holds {num_bare:,} weights in float8, and neither scales "
+            "nor a quantization_config that describes them",
+            hint="its config.json has lost it, or the scales are missing",
+        )
     if weights.quantized and not settings.initial_load_in_hf_quantized:
         raise CheckpointError(
             f"{path} holds {len(weights.quantized.expressions):,} weights in {weights.quantized.scheme}",

@@ -223,6 +223,8 @@ def _sharding(metadata: Any, path: Path) -> dict[str, Any]:
 def _offsets(sharding: dict[str, Any], fqn: str, num_dims: int) -> tuple[int, ...]:
     if not sharding:
         return (0,) * num_dims
+    if fqn not in sharding:
+        raise ValueError(f"{_SHARDING} has no saved_offsets of it")
     offsets = tuple(sharding[fqn]["saved_offsets"])
     if len(offsets) != num_dims or any(type(n) is not int or n < 0 for n in offsets):
         raise ValueError(f"saved_offsets {str(offsets):.60}")

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from converters.catalog import Box
+from converters.engine.casts import count_non_finite
+from converters.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,22 @@ class Encoded:
     scales: np.ndarray[Any, Any]
     place: Box
     num_moved: int  # scales that differ from known ones
+
+
+LARGEST_VALUE = 2.5e38  # that is quantized: rounded up by a fifth, which no code exceeds, it is still a finite bfloat16
+
+
+def require_in_range(weight: str, amax: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Raise CheckpointError where finite values, `amax` of their blocks, could be infinite when they are read back.
+
+    Values that are infinite or NaN themselves are the caller's to count.
+    """
+    with np.errstate(invalid="ignore"):
+        is_fine = bool((amax <= LARGEST_VALUE).all())
+    if not is_fine and count_non_finite(values, values.dtype.name) == 0:
+        raise CheckpointError(
+            f"{weight}: holds values larger than {LARGEST_VALUE:g}, which could become infinite when they are quantized"
+        )
 
 
 class Encoder(Protocol):

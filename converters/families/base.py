@@ -334,6 +334,7 @@ class Multimodal:
     naming: str  # the family's naming in checkpoints of this class
     extras: tuple[str, ...]  # native names of its other tensors, those of transformers; `{*}` stands for anything
     files: tuple[str, ...]  # small files of the class: how images become inputs
+    outer_keys: tuple[str, ...] = ()  # fields of config.json beside `text_key` that describe the other tensors
 
 
 def _any(args: ModelArgs) -> bool:

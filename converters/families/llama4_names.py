@@ -65,6 +65,7 @@ LLAMA4 = Family(
         naming=_MULTIMODAL.name,
         extras=("vision_model.{*}", "multi_modal_projector.{*}"),
         files=("preprocessor_config.json", "processor_config.json"),
+        outer_keys=("vision_config",),
     ),
     args_type=Llama4Args,
     quantized_as=(),  # experts are stacked, for which fp8 has no form that transformers reads

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from converters.catalog import Catalog, TensorInfo
+from converters.catalog import Catalog
 from converters.engine.read import CatalogReader
-from converters.expressions import AllZeros, Expression, Source
+from converters.expressions import Source
 from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.training.optimizer_state import WithNumbers, is_number, number_item, plan_optimizer
@@ -38,12 +38,8 @@ def collect(
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
     has_weights = any(name in reader.tensors for made in spelling.weights.values() for name in made.sources)
     weights = spelling.weights if has_weights else {}
-    shapes = {p.fqn: p.shape for p in names.parameters}
     made = {fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)}
-    infos = {
-        fqn: TensorInfo(_dtype(expression, reader), shapes[fqn]) if fqn in shapes else reader.tensors[fqn]
-        for fqn, expression in made.items()  # those without a shape: beside a text model, as they are
-    }
+    infos = {fqn: spelling.infos[fqn] for fqn in made}
     made |= optimizer.tensors | {name: Source(name) for name in optimizer.numbers}
     source = WithNumbers(reader, optimizer.numbers)
     infos |= optimizer.infos | {name: source.tensors[name] for name in optimizer.numbers}
@@ -69,10 +65,6 @@ def collect(
         missing=(*spelling.missing, *(f"{OPTIMIZER} state of {fqn}" for fqn in optimizer.without_state)),
         unknown=[*optimizer.unknown, *(name for name in others if sections[name] not in SECTIONS)],
     )
-
-
-def _dtype(expression: Expression, reader: CatalogReader) -> str:
-    return expression.dtype if isinstance(expression, AllZeros) else reader.tensors[expression.sources[0]].dtype
 
 
 def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple[Any, ...]:

@@ -16,9 +16,10 @@ from converters.model_from import find_model_info
 from converters.model_info import ModelInfo
 from converters.namings import detect_naming
 from converters.native_view import native_view
+from converters.quantized_tensors import QuantizedTensors
 from converters.training.optimizer_state import STATE, ParameterNames
 from converters.view import TIED_REASON, View
-from converters.weights import model_part, native_weights
+from converters.weights import DEQUANTIZED, model_part, native_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,35 @@ class Spelling:
     info: ModelInfo
     naming: str
     weights: Mapping[str, Expression]  # native name → how tensors make it; empty where the checkpoint holds none
+    infos: Mapping[str, TensorInfo]  # of these weights
     dropped: Mapping[str, str]  # tensor among the weights → reason
     missing: tuple[str, ...]  # weights, if that is allowed
     names: ParameterNames
+    quantized: QuantizedTensors | None = None  # the weights that are codes with scales
 
 
 def read_spelling(
-    catalog: Catalog, *, renamed: bool, model_from: Path | str | None = None, allow_missing: bool = False
+    catalog: Catalog,
+    *,
+    renamed: bool,
+    model_from: Path | str | None = None,
+    allow_missing: bool = False,
+    dequantized: str = DEQUANTIZED,
 ) -> Spelling:
     """The names in a training checkpoint, from the optimizer if there are no weights.
 
-    `renamed`: its sections had other names than titan's. Raises CheckpointError with all weights that do not match.
+    `renamed`: its sections had other names than titan's. `dequantized`: the type of weights that are codes. Raises
+    CheckpointError with all weights that do not match.
     """
     if not model_part(catalog).tensors:
         return _from_optimizer(catalog, renamed=renamed, model_from=model_from)
     with native_weights(
-        catalog, model_from=model_from, allow_missing=allow_missing, keep_mtp=True, keep_extra=True
+        catalog,
+        model_from=model_from,
+        allow_missing=allow_missing,
+        dequantized=dequantized,
+        keep_mtp=True,
+        keep_extra=True,
     ) as weights:
         view, info = weights.source, weights.info
     used = view.ledger.used
@@ -59,7 +73,8 @@ def read_spelling(
             for text in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
                 spelled.setdefault(text.removeprefix(prefix_of(name)), name)
     names = _names(info, view, spelled, is_native=not renamed and not catalog.prefixes)
-    return Spelling(info, weights.naming, view.expressions, view.ledger.dropped, tuple(view.ledger.missing), names)
+    dropped, missing = view.ledger.dropped, tuple(view.ledger.missing)
+    return Spelling(info, weights.naming, view.expressions, view.tensors, dropped, missing, names, weights.quantized)
 
 
 def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str | None) -> Spelling:
@@ -75,7 +90,7 @@ def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str |
     held = [name for names in view.ledger.used.values() for name in names]
     spelled = {name: name for name in (*held, *_second_names(view))}
     names = _names(info, view, spelled, is_native=not renamed and not catalog.prefixes)
-    return Spelling(info, naming.name, {}, {}, (), names)
+    return Spelling(info, naming.name, {}, {}, {}, (), names)
 
 
 class _States:

@@ -1,10 +1,12 @@
 """DeepSeek V3 as it is published: fp8 blocks, partial ones, and a layer for multi-token prediction."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.convert import convert
@@ -12,10 +14,14 @@ from converters.diff import diff
 from converters.errors import CheckpointError
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
+from converters.reshard import reshard
 from converters.verify import verify
+from converters.weights import open_native
 from tests.fp8_folders import dequantized, read_folder, write_fp8
 from tests.tiny_deepseek import write_deepseek, write_mtp
 from tests.unit.converters.test_deepseek_forms import own_names
+from trainer.chosen_model import refuse_other_form
+from trainer.config.sections import Checkpoint
 
 BLOCK = 128
 SIZES = {
@@ -61,6 +67,50 @@ def test_dequantized_values_are_those_of_the_formula(published, tmp_path):
     assert diff(folder, tmp_path / "dcp").equal
     assert verify(folder).ok and verify(tmp_path / "dcp").ok
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+def test_a_dcp_of_codes_is_resharded_as_it_is_converted(published, dtype, tmp_path):
+    """Saved by another tool: a product is rounded once, to the type that is asked for."""
+    folder, stored, _ = published
+    dcp.save(dict(stored), checkpoint_id=tmp_path / "codes", no_dist=True)
+    report = reshard(tmp_path / "codes", tmp_path / "out", num_files=2, model_from=folder, dtype=dtype)
+    convert(tmp_path / "codes", tmp_path / "converted", to="dcp", model_from=folder, mtp="keep", dtype=dtype)
+    assert diff(tmp_path / "out", tmp_path / "converted").equal and verify(tmp_path / "out").ok
+    assert any("weights from fp8 (e4m3), scales for blocks of 128 × 128, now" in r for r in report.remarks)
+
+
+@pytest.mark.parametrize("quantize", ["fp8", "fp8:ue8m0"])
+@pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).max, 1e300])
+def test_values_that_would_be_infinite_are_not_quantized(tmp_path, quantize, value):
+    write_deepseek(tmp_path / "hf", "v3", dtype="float32" if value < 1e300 else "float64")
+    tensors, name = read_folder(tmp_path / "hf"), "model.layers.1.mlp.experts.2.gate_proj.weight"
+    tensors[name][0, 0] = value
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name}: holds values larger than 2.5e"):
+        convert(tmp_path / "hf", tmp_path / "out", to="hf", options=OutputOptions(quantize=quantize))
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_not_quantized_or_have_no_scales_are_noted(published, tmp_path):
+    folder, stored, _ = published
+    name = "model.layers.1.mlp.experts.2.gate_proj.weight"
+    plain = {n: t for n, t in stored.items() if n != f"{name}_scale_inv"} | {name: stored[name].bfloat16()}
+    shutil.copytree(folder, tmp_path / "plain", ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    report = convert(tmp_path / "plain", tmp_path / "dcp", to="dcp")
+    assert f"not quantized, although config.json does not list their modules: {name}" in report.remarks
+    codes = {n: t for n, t in stored.items() if not n.endswith("_scale_inv")}
+    save_file(codes, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    with open_native(tmp_path / "plain") as weights:
+        assert any("in float8 without scales" in note for note in weights.notes)
+        wanted = Checkpoint(initial_load_in_hf=True, initial_load_in_hf_quantized=True)
+        with pytest.raises(CheckpointError, match="weights in float8, and neither scales nor a quantization_config"):
+            refuse_other_form(weights, tmp_path / "plain", wanted)
+    assert "in float8 without scales" in " ".join(convert(tmp_path / "plain", tmp_path / "x", to="dcp").remarks)
 
 
 def test_scales_of_a_dropped_layer_are_dropped(published, tmp_path):
@@ -136,6 +186,12 @@ def test_deepseeks_own_form_has_scales_of_another_name(published, tmp_path):
     save_file(own, tmp_path / "own" / "model0-mp1.safetensors")
     convert(tmp_path / "own", tmp_path / "out", to="dcp", model_from=folder)
     assert diff(tmp_path / "out", tmp_path / "dcp").equal
+    unknown = {"own.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
+    save_file(own | unknown, tmp_path / "own" / "model0-mp1.safetensors")
+    convert(tmp_path / "own", tmp_path / "allowed", to="dcp", model_from=folder, allow_extra=True)
+    save_file(own | {"layers.1.attn_norm.scale": torch.ones(1)}, tmp_path / "own" / "model0-mp1.safetensors")
+    with pytest.raises(CheckpointError, match="layers.1.attn_norm.weight is bfloat16, which needs none"):
+        convert(tmp_path / "own", tmp_path / "without", to="dcp", model_from=folder, allow_extra=True)
     del own["layers.1.attn.wkv_a.scale"]
     save_file(own, tmp_path / "own" / "model0-mp1.safetensors")
     with pytest.raises(

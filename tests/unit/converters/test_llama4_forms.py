@@ -370,6 +370,7 @@ def test_a_trained_text_model_is_completed_by_the_checkpoint_that_it_began_as(wh
     alone = convert(tmp_path / "text", tmp_path / "alone", to="hf", model_from=root / "hf")
     assert not set(PROCESSOR) & {path.name for path in (tmp_path / "alone").iterdir()}
     num_extras = sum(not name.startswith("language_model.") for name in stored(root / "hf"))
+    assert any(r.startswith(f"{num_extras} tensors of") and r.endswith(f"from {root / 'hf'}") for r in report.remarks)
     assert report.num_tensors == alone.num_tensors + num_extras or to != "hf"
     with pytest.raises(ConfigError, match="has no place for the"):
         convert(tmp_path / "text", tmp_path / "meta", to="meta", **given)
@@ -384,6 +385,35 @@ def test_only_a_checkpoint_of_the_same_model_completes_another(source, whole, tm
         with pytest.raises(ConfigError, match="contradicts"):
             convert(root / "dcp", tmp_path / "out", to="hf", model_from=whole[1] / "hf", keep_extra=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_model_is_completed_by_is_not_replaced(whole, tmp_path):
+    _, root = whole
+    convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    given = {"model_from": tmp_path / "hf", "keep_extra": True, "overwrite": True}
+    for out in ("hf", "hf/inner"):
+        with pytest.raises(CheckpointError, match="is the source itself|is inside the other"):
+            convert(tmp_path / "text", tmp_path / out, to="hf", **given)
+    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    with pytest.raises(ConfigError, match="is a file"):
+        convert(tmp_path / "text", tmp_path / "out", to="hf", keep_extra=True, model_from=tmp_path / "hf/config.json")
+
+
+@pytest.mark.parametrize("part", ["vision_model", "multi_modal_projector", "vision_config"])
+def test_half_of_what_is_beside_the_text_model_is_not_kept(whole, part, tmp_path):
+    _, root = whole
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    tensors = {name: t for name, t in stored(root / "hf").items() if not name.startswith(part)}
+    save_file(tensors, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({key: v for key, v in config.items() if key != part}))
+    convert(root / "dcp", tmp_path / "text", to="dcp", keep_extra=False)
+    with pytest.raises(ConfigError, match=f"lacks parts of a Llama4ForConditionalGeneration:\n.*{part}"):
+        convert(tmp_path / "hf", tmp_path / "out", to="dcp", keep_extra=True)
+    with pytest.raises(ConfigError, match=f"lacks parts of a Llama4ForConditionalGeneration:\n.*{part}"):
+        convert(tmp_path / "text", tmp_path / "out", to="hf", keep_extra=True, model_from=tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "text again", to="dcp")
 
 
 def test_a_plan_of_two_checkpoints_is_that_of_both(whole, tmp_path):
@@ -479,5 +509,5 @@ def test_the_published_sizes_are_planned_in_seconds(name, num_experts, step, tmp
     convert(tmp_path / "hf", tmp_path / "meta", to="meta", options=OutputOptions(num_shards=8), dry_run=True)
     assert time.process_time() - started < 10
     num_values = FAMILY.num_parameters(FAMILY.flavors[name])
-    assert 0 <= report.num_bytes - 2 * (num_values + 1408) - 4 * num_experts * 48 // step < 64 << 20
+    assert 0 <= report.num_bytes - 2 * (num_values + 1408 + 5120 * 4096) - 4 * num_experts * 48 // step < 64 << 20
     assert report.needs.memory_bytes < 400 << 20
