@@ -72,7 +72,7 @@ def convert(
         shard_bytes: largest size of an output file, for formats with a free number of files.
         num_shards: for `meta`: number of `consolidated.NN.pth` files.
         fused_experts: for `hf`: one tensor for all experts of a layer instead of one each.
-        drop_expert_bias: for `hf`: leave out balancing offsets of experts that are not zero.
+        drop_expert_bias: for `hf`, `openai` and `meta`: leave out balancing offsets of experts that are not zero.
         quantize: for `hf`: `"fp8"` or `"fp8:ue8m0"`, float8 weights with a scale for each block of 128 × 128.
         scales_from: with `quantize`: fp8 folder of the same model whose scales are kept where the values fit.
         mtp: `"drop"` or `"keep"` layers for multi-token prediction.

@@ -148,6 +148,8 @@ def convert(
             options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
         ) as scales_from,
     ):
+        if source is not None:
+            _require_names(src, dst, opened.naming, get_format(source), output)
         if keep_extra:
             require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
         weights, trained = apply_trained_by(opened, trained_by)
@@ -227,7 +229,7 @@ def convert(
         quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
         num_scales=quantization.num_scales if quantization else 0,
         moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,
-        scales_of=str(quantization.known.catalog.root) if quantization and quantization.known else "",
+        scales_of=str(quantization.known.catalog.place) if quantization and quantization.known else "",
         num_cast=len(plan.casts),
         relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
@@ -304,6 +306,14 @@ def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:
         raise CheckpointError(
             f"{src}: a part of a checkpoint, one file of a series", hint="give its folder", tries=[str(src.parent)]
         ) from error
+
+
+def _require_names(src: Path, dst: Path, naming: str, wanted: Format, output: Format) -> None:
+    """Raise CheckpointError where `src` is of Hugging Face and OpenAI's was named, or the reverse: files are alike."""
+    found = "openai" if naming.startswith("openai") else "hf"
+    if wanted.name in ("hf", "openai") and wanted.name != found:
+        tries = [f"titan convert {found}-to-{output.name} {src} {dst}"]
+        raise CheckpointError(f"{src} is {get_format(found).called}, not {wanted.called}", tries=tries)
 
 
 def _require_format(src: Path, dst: Path, catalog: Catalog, wanted: Format, output: Format) -> None:

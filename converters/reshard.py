@@ -21,6 +21,7 @@ from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.expressions import has_own_rows
 from converters.families.registry import get_family
+from converters.formats.dcp import EXTRA_FILE
 from converters.json_file import read_json
 from converters.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
 from converters.manifest import list_files
@@ -254,16 +255,19 @@ def _cut(
     num_files: int | None,
     shard_bytes: int | None,
 ) -> Files:
-    """Parameters as the mesh holds them, each followed by its moments; small tensors in a file of their own."""
+    """Parameters as the mesh holds them, each followed by its moments; other tensors in files of their own."""
     together = {
         p.fqn: [n for n in (p.fqn, *contents.moments.get(p.fqn, ())) if n in tensors] for p in contents.parameters
     }
     large = {name: tensors[name] for names in together.values() for name in names}
+    beside = {name: tensors[name] for name in contents.beside if name in tensors}  # a text model: no rank reads them
+    large |= beside
     small = [(name, Box.whole(info.shape)) for name, info in tensors.items() if name not in large]
     if mesh is not None:
         widest = {fqn: max([itemsize(tensors[n].dtype) for n in names], default=1) for fqn, names in together.items()}
         held = boxes_for_mesh(contents.parameters, mesh, itemsizes=widest)
         files = {f: [(name, box) for fqn, box in boxes for name in together[fqn]] for f, boxes in held.items()}
+        files[EXTRA_FILE] = [(name, Box.whole(info.shape)) for name, info in beside.items()]
         files = {file: boxes for file, boxes in files.items() if boxes}
     elif num_files is not None:
         files = boxes_for_num_files(large, num_files)

@@ -100,7 +100,9 @@ def _as_loaded(path: Path, shards: list[Catalog]) -> list[Catalog]:
     params = read_json(path / META_PARAMS)
     try:
         family, args = read_meta_params(params, _vocabulary_shapes(params, shards[0], len(shards)))
-    except TitanError:
+    except TitanError as error:
+        if len(shards) > 1 and "moe_args" in params:  # shards of a release that is refused may differ in other ways
+            raise type(error)(f"{path}: {error.message}", hint=error.hint, tries=error.tries) from error
         return shards  # reported when they are joined, or the model is read
     if args.num_layers > len(shards[0].tensors):
         return shards

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
@@ -168,15 +169,17 @@ def from_release(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What OpenAI's config.json says, as transformers would; None for other files.
 
     Its code has the other numbers: windows in every other layer, an epsilon of 1e-5, experts in mxfp4. Raises
-    UnsupportedError for a field that its class does not have.
+    UnsupportedError for a field that its class does not have, and CheckpointError for values that are no numbers.
     """
-    if not {"num_experts", "experts_per_token", "initial_context_length"} <= config.keys():
+    if len({"num_experts", "experts_per_token", "initial_context_length"} & config.keys()) < 2:
         return None
     if config.keys() & {"model_type", "architectures"}:
         return None
     if unknown := [f"{key} = {config[key]!r:.60}" for key in config if key not in _RELEASE]:
         raise UnsupportedError("config.json has fields that OpenAI's class does not have:" + list_offenders(unknown))
     given = {**_RELEASE, **config}
+    if wrong := [f"{key} = {value!r:.60}" for key, value in given.items() if not _is_like(value, _RELEASE[key])]:
+        raise CheckpointError("config.json has values that OpenAI's class cannot compute with:" + list_offenders(wrong))
     check_numbers(given, what="config.json")
     length, factor = given["initial_context_length"], given["rope_scaling_factor"]
     scaling = {
@@ -198,6 +201,12 @@ def from_release(config: Mapping[str, Any]) -> dict[str, Any] | None:
         "max_position_embeddings": int(length * factor),
         "quantization_config": {"quant_method": "mxfp4"},
     }
+
+
+def _is_like(value: Any, default: float) -> bool:
+    """Whether a value is a positive number, and an integer where the default is."""
+    is_number = isinstance(value, int if isinstance(default, int) else int | float) and not isinstance(value, bool)
+    return is_number and isfinite(value) and value > 0
 
 
 def release_config(args: ModelArgs) -> dict[str, Any]:

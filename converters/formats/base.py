@@ -144,7 +144,7 @@ class OutputOptions:
         "experts to 4 bits with a scale for each 32 values, as it is published; mxfp4:torchao with torchao's scales.",
         kind=Quantize,
         parse=str,
-        refusal="only Hugging Face checkpoints are quantized; other formats hold the values",
+        refusal="only Hugging Face's and OpenAI's checkpoints are quantized; other formats hold the values",
     )
     # a quantized copy of the model
     scales_from: Path | None = _option(

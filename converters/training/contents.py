@@ -22,6 +22,7 @@ class ReshardedContents:
 
     source: View
     parameters: Sequence[Parameter]
+    beside: Sequence[str]  # weights of a multimodal checkpoint beside its text model
     moments: Mapping[str, Sequence[str]]  # parameter → states of its shape
     blobs: Mapping[str, bytes]  # finished items
     paths: Mapping[str, tuple[Any, ...]]  # keys in the nested state dict
@@ -58,6 +59,7 @@ def collect(
     return ReshardedContents(
         source=view,
         parameters=names.parameters,
+        beside=[fqn for fqn in weights if fqn not in {p.fqn for p in names.parameters}],
         moments=optimizer.moments,
         blobs={name: read(held) for name, held in copied.items()} | items,
         paths=paths,

@@ -11,9 +11,11 @@ from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, TitanError, UnsupportedError
 from converters.families.gpt_oss import FLAVORS
+from converters.families.gpt_oss_config import _RELEASE as RELEASE
 from converters.families.gpt_oss_config import config_of, from_release, release_config
 from converters.families.registry import get_family, read_hf_config
 from converters.formats.base import OutputOptions
+from converters.formats.registry import get_format
 from converters.inspect import inspect_checkpoint
 from converters.manifest import read_manifest
 from converters.mesh_shape import MeshShape
@@ -568,6 +570,23 @@ def test_hugging_face_s_config_of_the_published_models(flavor, num_layers, num_e
     restated = {"router_aux_loss_coef", "rope_scaling"}  # the first is the class's, the second leaves out its defaults
     for key in published.keys() & written.keys() - restated:
         assert written[key] == published[key], key
+
+
+@pytest.mark.parametrize("value", [None, "4096", -1, 0, True, float("nan"), [4]])
+@pytest.mark.parametrize("key", RELEASE)
+def test_openai_s_config_has_numbers(key, value):
+    with pytest.raises(CheckpointError, match=f"{key} = "):
+        from_release(release_config(FLAVORS["20b"]) | {key: value})
+
+
+def test_openai_s_form_and_hugging_face_s_are_told_apart(root, tmp_path):
+    release = tmp_path / "openai"
+    convert(root / "dcp", release, to="openai")
+    for place, named, other in ((root / "mx", "openai", "hf"), (release, "hf", "openai")):
+        with pytest.raises(CheckpointError, match=f"is .*, not {get_format(named).called}") as caught:
+            convert(place, tmp_path / "out", to="dcp", source=named)
+        assert list(caught.value.tries) == [f"titan convert {other}-to-dcp {place} {tmp_path / 'out'}"]
+        convert(place, tmp_path / f"from {other}", to="dcp", source=other)
 
 
 def test_openai_s_config_of_the_published_20b():

@@ -294,6 +294,12 @@ def test_a_multimodal_checkpoint_is_complete_again(whole, form, tmp_path):
 def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     model, root = whole
     extras = {name: tensor for name, tensor in stored(root / "hf").items() if not name.startswith("language_model.")}
+    reshard(root / "dcp", tmp_path / "for a mesh", mesh=MeshShape(dp_shard=2))
+    held = open_checkpoint(tmp_path / "for a mesh").tensors.items()
+    files = {name: {chunk.file for chunk in entry.chunks} for name, entry in held}
+    assert {name for name, its in files.items() if its == {"__extra_0.distcp"}} == extras.keys()
+    reshard(root / "dcp", tmp_path / "in files", shard_bytes=60_000)
+    assert all(path.stat().st_size < 80_000 for path in (tmp_path / "in files").glob("*.distcp"))
     state = {name: torch.empty_like(tensor) for name, tensor in extras.items()}
     dcp.load(state, checkpoint_id=root / "dcp", no_dist=True)  # stock torch
     assert_equal(state, extras)
@@ -478,9 +484,30 @@ def test_stacked_experts_have_no_fp8_form(source, tmp_path, monkeypatch):
         convert(source[2] / "dcp", tmp_path / "out", to="hf", options=OutputOptions(quantize="fp8"))
 
 
-def test_quantized_releases_are_refused(source, tmp_path):
+@pytest.mark.parametrize("to", ["hf", "meta"])
+def test_trained_offsets_of_experts_are_left_out_as_asked(source, to, tmp_path):
+    _, model, root = source
+    weights = loaded(root / "dcp", model)
+    for name in (name for name in weights if name.endswith("expert_bias")):
+        weights[name] += 0.01
+    torch.save(weights, tmp_path / "trained.pt")
+    with pytest.raises(CheckpointError, match="has no place for these, and they are not zero") as caught:
+        convert(tmp_path / "trained.pt", tmp_path / "out", to=to, model_from=root / "hf")
+    assert list(caught.value.tries) == ["--drop-expert-bias"]
+    dropping = OutputOptions(drop_expert_bias=True)
+    convert(tmp_path / "trained.pt", tmp_path / "out", to=to, model_from=root / "hf", options=dropping)
+    convert(tmp_path / "out", tmp_path / "again", to="hf")
+    assert_equal(stored(tmp_path / "again"), stored(root / "hf"))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_quantized_releases_are_refused(source, count, tmp_path):
+    """Also where the shards differ in what each rank has of its own."""
     _, model, _ = source
-    write_meta(tmp_path / "release", model)
+    write_meta(tmp_path / "release", model, count)
+    last = tmp_path / f"release/consolidated.{count - 1:02}.pth"
+    tensors = torch.load(last, weights_only=False)
+    torch.save(tensors | {"layers.0.attention.wo._extra_state": torch.zeros(count, dtype=torch.uint8)}, last)
     params = meta_params(model) | {"quantization_args": {"scheme": "int4_weight_int8_dynamic_activation"}}
     (tmp_path / "release/params.json").write_text(json.dumps(params))
     with pytest.raises(UnsupportedError, match="quantization_args"):
