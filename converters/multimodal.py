@@ -4,6 +4,7 @@ A family's `multimodal` names the class of transformers. The other tensors keep 
 can hold them, and titan computes without them.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.expressions import Expression, Source
 from converters.families.base import Family, ModelArgs, Multimodal
 from converters.families.registry import all_families
+from converters.fold import fold_texts
 from converters.names import ASSETS_FOLDER
 from converters.rules import OTHER_MEDIUM
 from converters.view import View
 
 OUTER = "multimodal"  # the key of titan_model.json
+_NUMBERED, _MOST_LAYERS = re.compile(r"(.*?\.)(\d+)(\..*)"), 10_000
 EXTRA_REASON = OTHER_MEDIUM + "which the text model computes without; --keep-extra keeps it"
 # What titan writes itself, or keeps among the text part's fields
 _NOT_OUTER = {
@@ -104,6 +107,7 @@ def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, .
         )
     prefixes = [pattern.removesuffix("{*}") for pattern in family.multimodal.extras]
     lost = [f"tensors {prefix}*" for prefix in prefixes if not any(name.startswith(prefix) for name in names)]
+    lost += _missing_layers(names)
     lost += [f"config.json's {key}" for key in family.multimodal.outer_keys if key not in outer]
     if lost:
         raise ConfigError(
@@ -111,6 +115,21 @@ def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, .
             hint="transformers would initialize them anew",
             tries=["--no-keep-extra"],
         )
+
+
+def _missing_layers(names: Sequence[str]) -> list[str]:
+    """Names that are missing where the layers of an encoder have the same tensors, and numbers from 0 on."""
+    found: dict[str, dict[int, set[str]]] = {}  # in front of a number → number → what follows
+    for name in names:
+        if numbered := _NUMBERED.fullmatch(name):
+            layer = found.setdefault(numbered[1], {}).setdefault(int(numbered[2]), set())
+            layer.add(numbered[3])
+    lost = []
+    for prefix, layers in found.items():
+        every = set().union(*layers.values())
+        for number in range(min(max(layers) + 1, _MOST_LAYERS)):
+            lost += [f"{prefix}{number}{rest}" for rest in sorted(every - layers.get(number, set()))]
+    return fold_texts(lost)
 
 
 def require_place(output: str, names: tuple[str, ...], *, keep_extra: bool | None) -> dict[str, str]:
