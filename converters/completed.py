@@ -12,7 +12,7 @@ from converters.catalog import Box, TensorInfo, TensorSource
 from converters.engine.journal import files_identity
 from converters.errors import ConfigError, list_offenders
 from converters.expressions import Expression, Source
-from converters.families.base import computed_numbers, defining_numbers
+from converters.families.base import other_numbers
 from converters.families.registry import get_family
 from converters.multimodal import count_extras, find_files, require_extras
 from converters.open import open_checkpoint
@@ -38,7 +38,7 @@ class _Joined:
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
         """The values of a box in the tensor's own dtype."""
-        return self.other.read(fqn, box) if fqn in self.other.extras else self.source.read(fqn, box)
+        return self.source.read(fqn, box) if fqn in self.source.tensors else self.other.read(fqn, box)
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError where the other checkpoint's files have changed; those of `source` check themselves."""
@@ -59,8 +59,7 @@ def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[Nat
     if Path(folder).is_file():
         raise ConfigError(f"--keep-extra: --model-from {folder} is a file", hint="give the folder of the checkpoint")
     with native_weights(open_checkpoint(folder), keep_extra=True) as other:
-        ours, theirs = defining_numbers(weights.info.args), computed_numbers(other.info.args)
-        problems = [f"{key}: {ours[key]}, there {theirs.get(key)}" for key in ours if ours[key] != theirs.get(key)]
+        problems = other_numbers(weights.info.args, other.info.args)
         if problems or other.info.family != weights.info.family:
             raise ConfigError(
                 f"--keep-extra: --model-from {folder} is another model:"

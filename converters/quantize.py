@@ -12,7 +12,7 @@ from converters.catalog import TensorInfo
 from converters.engine.journal import files_identity
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.expressions import Mxfp4Blocks
-from converters.families.base import EMBEDDING, OUTPUT, Naming, computed_numbers, defining_numbers
+from converters.families.base import EMBEDDING, OUTPUT, Naming, other_numbers
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.fp8_encoder import Fp8Encoder
@@ -221,8 +221,7 @@ def opened_scales(
     with native_weights(open_checkpoint(folder), keep_mtp=keep_mtp) as known:
         if known.quantized is None:
             raise ConfigError(f"--scales-from {folder}: its weights are not quantized")
-        ours, theirs = defining_numbers(weights.info.args), computed_numbers(known.info.args)
-        other = [f"{key}: {ours[key]}, there {theirs.get(key)}" for key in ours if ours[key] != theirs.get(key)]
+        other = other_numbers(weights.info.args, known.info.args)
         if other or known.info.family != weights.info.family:
             raise ConfigError(
                 f"--scales-from {folder}: it is another model:" + list_offenders(other or [known.info.family])

@@ -126,6 +126,12 @@ def defining_numbers(args: ModelArgs) -> dict[str, Any]:
     return numbers
 
 
+def other_numbers(ours: ModelArgs, theirs: ModelArgs) -> list[str]:
+    """The numbers that make a second checkpoint another model, with both values."""
+    wanted, found = defining_numbers(ours), computed_numbers(theirs)
+    return [f"{key}: {value}, there {found.get(key)}" for key, value in wanted.items() if value != found.get(key)]
+
+
 def args_to_json(args: ModelArgs) -> dict[str, Any]:
     """The numbers as titan_model.json lists them."""
     omitted = {f.name: f.default for f in fields(args) if f.name in _OMITTED_AT_DEFAULT or f.metadata.get("omitted")}

@@ -40,7 +40,7 @@ def collect(
     has_weights = any(name in reader.tensors for made in spelling.weights.values() for name in made.sources)
     weights = spelling.weights if has_weights else {}
     made = {fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)}
-    infos = {fqn: spelling.infos[fqn] for fqn in made}
+    infos, parameters = {fqn: spelling.infos[fqn] for fqn in made}, {p.fqn for p in names.parameters}
     made |= optimizer.tensors | {name: Source(name) for name in optimizer.numbers}
     source = WithNumbers(reader, optimizer.numbers)
     infos |= optimizer.infos | {name: source.tensors[name] for name in optimizer.numbers}
@@ -59,7 +59,7 @@ def collect(
     return ReshardedContents(
         source=view,
         parameters=names.parameters,
-        beside=[fqn for fqn in weights if fqn not in {p.fqn for p in names.parameters}],
+        beside=[fqn for fqn in weights if fqn not in parameters],
         moments=optimizer.moments,
         blobs={name: read(held) for name, held in copied.items()} | items,
         paths=paths,
