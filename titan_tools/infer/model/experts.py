@@ -25,7 +25,7 @@ from titan_tools.infer.model.reading import Joined
 from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight
 from titan_tools.infer.model.tensor_parallel import AllReduce
 from trainer.models.biased_experts import clamped_swiglu
-from trainer.models.grouped_product import grouped_product
+from trainer.models.grouped_product import grouped_product, kernels_work
 from trainer.models.moe import MoE
 from trainer.parallel.compile import why_inductor_cannot
 
@@ -125,6 +125,7 @@ class StackedWeights(SeparateWeights):
             and data_EOI.dtype == torch.bfloat16
             and torch.version.hip is None
             and torch.cuda.get_device_capability(data_EOI.device)[0] in _GROUPED_WITHOUT_SYNC
+            and kernels_work(data_EOI.device, data_EOI.dtype)
         )
 
     @classmethod

@@ -324,6 +324,70 @@ def test_torchs_kernel_is_used_where_it_can_be(monkeypatch):
     assert not products._has_kernel(torch.empty(0), 1 << 21, torch.Size((8, 1024, 512)))  # torchtitan#1932
 
 
+class UnwrittenOuter:
+    """torch's kernel on Blackwell: the weight gradient of an expert without rows is what was in memory."""
+
+    def __init__(self):
+        self.kernel = products._grouped_mm
+
+    def __call__(self, a, b, ends_E):
+        out = self.kernel(a, b, ends_E)
+        if b.dim() == 2:
+            out[ends_E.diff(prepend=ends_E.new_zeros(1)) == 0] = torch.nan
+        return out
+
+
+def test_kernels_are_tried_with_experts_without_rows_before_they_are_used(monkeypatch, capsys):
+    gpu, cpu, dtypes = torch.device("cuda", 0), torch.device("cpu"), (torch.float32, torch.bfloat16, torch.float16)
+    assert all(products.kernels_are_right(cpu, dtype) for dtype in dtypes)
+    kernel = products._grouped_mm
+    faulty = {
+        "unwritten gradient": UnwrittenOuter(),
+        "rows of the next expert": lambda a, b, ends_E: kernel(a, b.roll(-1, 0) if b.dim() == 3 else b, ends_E),
+        "NaN in a row": lambda a, b, ends_E: kernel(a, b, ends_E).index_fill(0, torch.tensor([3]), torch.nan),
+    }
+    for fault in faulty.values():
+        monkeypatch.setattr(products, "_grouped_mm", fault)
+        assert not any(products.kernels_are_right(cpu, dtype) for dtype in dtypes)
+    tried = []
+    monkeypatch.setattr(products, "kernels_are_right", lambda *which: tried.append(which) and False)
+    products.kernels_work.cache_clear()
+    assert products.kernels_work(cpu, torch.bfloat16) and not tried
+    assert not products.kernels_work(gpu, torch.bfloat16) and not products.kernels_work(gpu, torch.bfloat16)
+    products.kernels_work.cache_clear()
+    assert len(tried) == 1 and "is wrong on this GPU" in capsys.readouterr().err
+
+
+def test_experts_are_multiplied_one_by_one_where_the_kernel_is_wrong(monkeypatch):
+    x_RI, w_EOI, ends_E = groups([0, 3, 0, 5], dim=16, width=24)
+    expected = torch.autograd.grad(grouped_product(x_RI, w_EOI, ends_E).square().sum(), (x_RI, w_EOI))
+    monkeypatch.setattr(products, "_grouped_mm", lambda *_: pytest.fail("the kernel was used"))
+    monkeypatch.setattr(products, "kernels_work", lambda device, dtype: False)
+    found = torch.autograd.grad(grouped_product(x_RI, w_EOI, ends_E).square().sum(), (x_RI, w_EOI))
+    assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)], ids=["Hopper", "B200", "B300"])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_blackwells_gradient_of_an_expert_without_rows_is_zero(counts, capability, monkeypatch):
+    """The kernel is a CPU's; of the GPU there is what says that it is one."""
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    unwritten = UnwrittenOuter()
+    monkeypatch.setattr(products, "_grouped_mm", lambda *args: unwritten(*args).as_subclass(OnGpu))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x_RI, w_EOI, ends_E = groups(counts, dim=16, width=24)
+    grad_RO, parts = torch.ones(sum(counts), 24), x_RI.detach().split(counts)
+    found = products._outer_mm(grad_RO, x_RI.detach(), ends_E).as_subclass(Tensor)
+    if capability[0] == 9 and 0 in counts:  # what is not mended, the trial finds
+        assert found.isnan().any()
+        return
+    expected = torch.stack([g.T @ x for g, x in zip(grad_RO.split(counts), parts, strict=True)])
+    assert found.allclose(expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fake_tensors_have_the_shapes_of_real_ones(dtype):
     from torch._subclasses.fake_tensor import FakeTensorMode
