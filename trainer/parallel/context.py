@@ -20,6 +20,8 @@ from trainer.parallel.shards import gather_shards
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
 
+_CUDNN_WITHOUT_NAN = 92600  # 9.26: see cudnn_may_give_nan
+
 
 class MaskedAttention(Protocol):
     """An inner attention module that takes a mask."""
@@ -83,6 +85,9 @@ class ContextParallelAttention(nn.Module):
     ):
         super().__init__()
         self.group, self.gathers, self.uses_cudnn, self.masked = group, gathers, uses_cudnn, masked
+        # Asked here, because a compiler cannot trace it
+        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        self.avoids_nan = (version or 0) < _CUDNN_WITHOUT_NAN
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
         self.num_seen = min((n for n in (kind.window, kind.chunk) if n is not None), default=None)
 
@@ -115,13 +120,14 @@ class ContextParallelAttention(nn.Module):
         if self.gathers:
             kv_BSKH = gather_sequence(torch.cat((k_BSKH, v_BSKH), dim=-1), self.group)  # in one message
             k_BSKH, v_BSKH = torch.split(kv_BSKH, [k_BSKH.shape[-1], v_BSKH.shape[-1]], dim=-1)
-        attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
         # Cut once: each cut would have a whole gradient in backward
         halves = zip(q_BLNH.chunk(2, dim=1), self._keys_of_halves(q_BLNH.shape[1] // 2), strict=True)
         for half, (q_BCNH, keys) in enumerate(halves):
             k_BEKH, v_BEKH = k_BSKH[:, keys], v_BSKH[:, keys]
             if self.masked is None:
+                is_faulty = self.avoids_nan and cudnn_may_give_nan(k_BEKH.shape[1] - q_BCNH.shape[1])
+                attend = attend_with_cudnn if self.uses_cudnn and not is_faulty else attend_to_prefix
                 outputs.append(attend(q_BCNH, k_BEKH, v_BEKH, scale))
             else:
                 assert mask is not None
@@ -193,6 +199,8 @@ class _CudnnAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient_BNCH: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random = ctx.saved_tensors
+        if gradient_BNCH.stride() != out_BNCH.stride():  # of which torch's cache of cuDNN's kernels knows nothing
+            gradient_BNCH = torch.empty_like(out_BNCH).copy_(gradient_BNCH)
         gradients = [
             cudnn_backward(
                 gradient_BNCH,
@@ -211,6 +219,14 @@ class _CudnnAttention(torch.autograd.Function):
             return *gradients[0], None
         of_q, of_k, of_v = zip(*gradients, strict=True)
         return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2), None
+
+
+def cudnn_may_give_nan(num_before: int) -> bool:
+    """Whether cuDNN before 9.26, on Hopper, may have NaN in the gradient of q with this many keys before its own.
+
+    Without a causal mask, where a row's logarithm of sums is below -88.7 (pytorch#196678).
+    """
+    return num_before % 128 == 64
 
 
 def _parts(num_keys: int, *, num_own: int) -> list[tuple[slice, bool]]:

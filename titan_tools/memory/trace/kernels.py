@@ -29,7 +29,7 @@ from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UN
 from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
-from trainer.parallel.context import attend_with_cudnn
+from trainer.parallel.context import attend_with_cudnn, cudnn_may_give_nan
 from trainer.parallel.document_attention import PerDocumentAttention
 
 aten: Any = torch.ops.aten
@@ -164,7 +164,8 @@ def _attend_to_prefix(
     torch's CausalBias leads to flash attention, whose causal mask is aligned to the lower right.
     """
     is_wide = q_BCNH.dtype == torch.float32
-    if not is_wide and fused_attention(preferred, q_BCNH.shape[-1], v_BEKH.shape[-1]) == "cudnn":
+    is_cudnns = not is_wide and fused_attention(preferred, q_BCNH.shape[-1], v_BEKH.shape[-1]) == "cudnn"
+    if is_cudnns and not cudnn_may_give_nan(k_BEKH.shape[1] - q_BCNH.shape[1]):
         return attend_with_cudnn(q_BCNH, k_BEKH, v_BEKH, scale)
     q, k, v = to_one_width(q_BCNH, k_BEKH, v_BEKH)
     if is_wide:

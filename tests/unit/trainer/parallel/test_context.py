@@ -14,7 +14,13 @@ from converters.families.deepseek_v3 import FLAVORS as LATENTS
 from converters.families.llama3 import FLAVORS
 from trainer.models.deepseek_v3.model import build_model
 from trainer.parallel.attention_backend import selects_cudnn
-from trainer.parallel.context import apply_cp, attend_to_prefix, attend_with_cudnn, head_tail_positions
+from trainer.parallel.context import (
+    ContextParallelAttention,
+    apply_cp,
+    attend_to_prefix,
+    attend_with_cudnn,
+    head_tail_positions,
+)
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
@@ -108,6 +114,58 @@ def test_cudnn_is_called_for_keys_before_the_queries_and_for_their_own():
     assert [each.grad.shape for each in inputs] == [each.shape for each in inputs]
     keys = [(24, False), (8, True)]
     assert called == [(which, *each) for which in ("forward", "backward") for each in keys]
+
+
+@pytest.mark.parametrize(
+    ("version", "seq_len", "avoided"),
+    [
+        (92000, 4 * 192, {(0, "tail"), (1, "head")}),  # tokens before the part are an odd multiple of 64
+        (92600, 4 * 192, set()),
+        (92000, 4 * 256, set()),
+        (92000, 4 * 160, {(1, "tail")}),  # 480, 160 and 320 before
+        (91900, 4 * 48, set()),  # 144, 48 and 96 before
+        (None, 8 * 32, {(2, "head"), (1, "tail")}),  # cp 4: 64 and 192 before
+    ],
+)
+def test_parts_that_old_cudnn_may_make_nan_of_use_another_kernel(version, seq_len, avoided, monkeypatch):
+    cp = 4 if seq_len == 8 * 32 else 2
+    chosen = set()
+    for kernel in (attend_with_cudnn, attend_to_prefix):
+
+        def attend(q, k, v, scale, name=kernel.__name__):
+            chosen.add((rank, "head" if k.shape[1] - q.shape[1] == rank * half else "tail", name))
+            return q
+
+        monkeypatch.setattr(trainer.parallel.context, kernel.__name__, attend)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: cp)
+    half = seq_len // (2 * cp)
+    for rank in range(cp):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda group: rank)  # noqa: B023
+        inner = ContextParallelAttention(None, gathers=False, uses_cudnn=True)
+        inner(torch.empty(1, 2 * half, 4, 16), *(torch.empty(1, seq_len, 4, 16) for _ in range(2)))
+    assert {each[:2] for each in chosen if each[2] == "attend_to_prefix"} == avoided
+    assert {each[:2] for each in chosen} == {(rank, part) for rank in range(cp) for part in ("head", "tail")}
+    assert len(chosen) == 2 * cp
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_gradient_comes_to_cudnn_in_the_layout_of_the_result(samples, monkeypatch):
+    """torch builds a kernel for the first strides that it sees, and uses it for all others of the same q, k and v."""
+    strides = []
+
+    def backward(gradient, q, k, v, out, *others, scale):
+        strides.append((gradient.stride(), out.stride()))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    monkeypatch.setattr(trainer.parallel.context, "cudnn_forward", cpu_forward)
+    q, k, v = (torch.randn(samples, length, 4, 16, requires_grad=True) for length in (8, 24, 24))
+    upstreams = torch.randn(samples, 16, 4, 16)[:, 8:], torch.ones(()).expand(samples, 8, 4, 16)
+    upstreams += (torch.randn(samples, 4, 16, 8).permute(0, 3, 1, 2),)
+    for upstream in upstreams:
+        attend_with_cudnn(q, k, v).backward(upstream)
+    assert len(strides) == 2 * len(upstreams) and all(of_gradient == of_out for of_gradient, of_out in strides)
 
 
 @pytest.mark.parametrize("chosen", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainer.parallel.context
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels import Kernels, efficient_backward_bytes, fused_attention
+from titan_tools.memory.trace.kernels import Kernels, efficient_backward_bytes, fused_attention, use_kernels
 from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,6 +65,24 @@ def sizes_in_layer(case: tuple) -> list[int]:
 )
 def test_widths_of_queries_and_values_decide_on_the_kernel(preferred, width, value_width, chosen):
     assert fused_attention(preferred, width, value_width) == chosen
+
+
+@pytest.mark.parametrize(("num_before", "is_cudnns"), [(0, True), (64, False), (128, True), (192, False), (200, True)])
+def test_a_context_rank_is_estimated_with_the_kernel_that_it_runs(num_before, is_cudnns):
+    q, k, v = (
+        torch.empty(1, n, 4, 64, dtype=torch.bfloat16, device="meta") for n in (8, num_before + 8, num_before + 8)
+    )
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with use_kernels(Kernels(attention="cudnn")), Calls():
+        trainer.parallel.context.attend_to_prefix(q, k, v)
+    assert any("cudnn_attention" in name for name in called) == is_cudnns
+    assert any("flash_attention" in name for name in called) != is_cudnns
 
 
 @pytest.mark.parametrize("attention", ["cudnn", "flash"])
