@@ -16,7 +16,7 @@ _KEPT = {
     *("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CC", "CXX"),
     *("TITAN_ENVIRONMENT", "TITAN_TORCHTITAN", "TITAN_SOAK_KILLS", "TITAN_SOAK_SEED"),  # options of the suite itself
 }
-_KEPT_PREFIXES = ("PYTEST_", "COVERAGE_", "CONDA_", "NVIDIA_")
+_KEPT_PREFIXES = ("PYTEST_", "COVERAGE_", "CONDA_", "NVIDIA_", "TORCHINDUCTOR_", "TRITON_")  # the last two: caches
 
 
 def clean(environment: dict[str, str]) -> dict[str, str]:
