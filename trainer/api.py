@@ -60,18 +60,19 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     return _load_config(source, overrides)
 
 
-def train(config: Config) -> None:
+def train(config: Config, *, ignore_memory: bool = False) -> None:
     """Train on this process as one rank of the job; torchrun or a scheduler has started all ranks.
 
     Resumes from the newest checkpoint of the run, if there is one. Raises NumericalFault before an update with NaN, and
-    Preempted after it has saved on SIGTERM or SIGUSR1. In a script for torchrun:
+    Preempted after it has saved on SIGTERM or SIGUSR1. Raises ConfigError where weights, gradients and optimizer states
+    alone exceed the memory that is available, unless `ignore_memory`. In a script for torchrun:
 
     >>> config = load_config("run.toml")
     >>> train(config)  # doctest: +SKIP
     """
     from trainer.train import main
 
-    main(config)
+    main(config, ignore_memory=ignore_memory)
 
 
 def seed(config: Config, dst: Path | str, *, overwrite: bool = False) -> SeedReport:

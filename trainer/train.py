@@ -25,6 +25,7 @@ from trainer.data.document_ends import with_end_token
 from trainer.data.training_data import text_preparation, train_loader
 from trainer.dump_folder import make_dump_folder, save_config
 from trainer.job import Job, resolve_job
+from trainer.memory_bound import require_on_ranks
 from trainer.mesh import make_meshes
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note
@@ -42,9 +43,10 @@ from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
 
 
-def main(config: Config) -> None:
+def main(config: Config, *, ignore_memory: bool = False) -> None:
     """Train on this rank, together with the other ranks that the launcher has started.
 
+    `ignore_memory`: start even if weights, gradients and moments exceed the memory that is available.
     Raises NumericalFault before an update with NaN, and Preempted after saving on request.
     """
     stop = StopRequest()
@@ -53,7 +55,10 @@ def main(config: Config) -> None:
     ranks = join_ranks(
         init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
     )
-    train(resolve_job(config, dist.get_world_size(), option="--nproc"), ranks, stop)
+    job = resolve_job(config, dist.get_world_size(), option="--nproc")
+    if not ignore_memory:
+        require_on_ranks(job, ranks)
+    train(job, ranks, stop)
     leave_ranks()
 
 

@@ -21,8 +21,9 @@ from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.identity import check_same_inputs
-from titan_tools.infer.ranks import TPRanks, _machine_group, machine_identity
+from titan_tools.infer.ranks import TPRanks, _machine_group
 from titan_tools.infer.request import Request
+from trainer.machine import machine_identity
 
 CPU = torch.device("cpu")
 TELLS_TIME = "{{ strftime_now('%H:%M:%S.%f') }}{{ messages[0].content }}"

@@ -60,29 +60,36 @@ def check(
     """Check a config as training does: keys, values, model, and the layout on the given ranks. Exit code 0 or 2.
 
     The paths that training uses are checked too: dump folder, tokenizer, data and initial checkpoint. If a path of a
-    preset or a default does not exist yet, a note says so.
+    preset or a default does not exist yet, a note says so; another says if the job cannot fit in this machine's memory.
 
     \b
     Examples:
       titan config check debug
       titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
     """
-    from titan_tools.console import note, print_json
+    from titan_tools.console import count, note, print_json
+    from titan_tools.launch import count_gpus
     from trainer.config.load import load_config
     from trainer.config.show import unread
     from trainer.inputs import check_inputs
     from trainer.job import resolve_job
+    from trainer.memory_bound import is_in_gpus, state_bytes, too_large_for_host
 
     loaded = load_config(config, context.args)
     job = resolve_job(loaded, world_size)
     dims, open_points = job.dims, check_inputs(job)
+    of_ranks = state_bytes(job, range(dims.world_size))
+    too_large = None if is_in_gpus(job, has_gpus=count_gpus() > 0) else too_large_for_host(job)
     if as_json:
         found = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
-        print_json(found | {"not_checked": open_points})
+        memory = {"least_bytes_of_rank": max(of_ranks), "least_bytes": sum(of_ranks), "fits_here": too_large is None}
+        print_json(found | {"not_checked": open_points, "memory": memory})
         return
-    print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims})")
+    print(f"{config}: fine on {count(dims.world_size, 'rank')} ({dims})")
     if dims.ep > 1:
         note(f"experts: {dims.of_experts}")
+    if too_large:
+        note(f"WARNING: not on this machine alone: {too_large.message}")
     for line in unread(loaded):
         note(f"not read: {line}")
     for line in open_points:

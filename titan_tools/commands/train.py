@@ -27,6 +27,13 @@ def train(
         typer.Option(min=1, metavar="N", help="Ranks of the job of a dry run; default: as many as the degrees need."),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, metavar="N", help="The rank that a dry run builds.")] = 0,
+    ignore_memory: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-memory",
+            help="Start even if weights, gradients and optimizer states alone exceed the available memory.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object on stdout.")] = False,
 ) -> None:
     """Train a model, or resume from the newest checkpoint of the run.
@@ -49,6 +56,7 @@ def train(
     from titan_tools.memory.allocator_settings import choose_allocator
     from trainer.config.load import load_config
     from trainer.job import required_world_size, resolve_job
+    from trainer.memory_bound import is_in_gpus, too_large_for_host
     from trainer.observability.log import shown_ranks
 
     choose_allocator()  # before custom_import, which may load torch
@@ -64,7 +72,7 @@ def train(
         with rank_errors(less_memory=[f"titan estimate-memory {config} shows what takes the memory"]):
             from trainer.train import main
 
-            main(settings)
+            main(settings, ignore_memory=ignore_memory)
         return
     num_gpus = count_gpus()
     num_ranks = nproc or max(num_gpus, required_world_size(settings.parallelism))
@@ -77,8 +85,12 @@ def train(
                 "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU",
             ],
         )
-    resolve_job(settings, num_ranks, option="--nproc")  # layout problems are errors before ranks start
+    job = resolve_job(settings, num_ranks, option="--nproc")  # layout problems are errors before ranks start
+    in_gpus = is_in_gpus(job, has_gpus=num_gpus > 0)  # each rank looks at its own
+    if not ignore_memory and not in_gpus and (error := too_large_for_host(job)):
+        raise error
     shown_ranks(num_ranks)  # so is an invalid LOG_RANK
-    exit_code = run_ranks(["train", config, *context.args], nproc=num_ranks)
+    passed = ["--ignore-memory"] if ignore_memory else []
+    exit_code = run_ranks(["train", config, *passed, *context.args], nproc=num_ranks)
     if exit_code:
         raise typer.Exit(exit_code)

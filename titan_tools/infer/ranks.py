@@ -3,14 +3,12 @@
 import gc
 import os
 import select
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +18,7 @@ from converters.errors import ConfigError, TitanError
 from converters.manifest import in_threads
 from titan_tools.launch import inside_launch, started_by_titan
 from trainer.agree import on_each, on_first
+from trainer.machine import machine_identity
 from trainer.process_group import PEER_ENDED, TIMED_OUT, own_gpu, set_timeout, use_one_worker
 
 # A rank that ended closes its connections, which shows at once; a machine that lost power does not. On a single machine
@@ -65,13 +64,6 @@ def own_device(tp: int) -> torch.device:
     device = own_gpu() if tp > 1 else torch.device("cuda", int(number))
     torch.cuda.set_device(device)
     return device
-
-
-def machine_identity() -> tuple[str, str, str]:
-    """Host name, boot id and PID namespace: a container has files and process ids of its own, like a machine."""
-    boot_id, pid_namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    is_linux = boot_id.is_file() and pid_namespace.is_symlink()
-    return socket.gethostname(), *((boot_id.read_text(), os.readlink(pid_namespace)) if is_linux else ("", ""))
 
 
 @dataclass(frozen=True, slots=True)

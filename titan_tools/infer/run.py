@@ -19,7 +19,7 @@ from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
 from titan_tools.infer.memory import keep_freed_memory, memory_for_sequences, rows_that_fit
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
-from titan_tools.infer.ranks import TPRanks, machine_identity, tensor_parallel_group, tp_degree
+from titan_tools.infer.ranks import TPRanks, tensor_parallel_group, tp_degree
 from titan_tools.infer.request import Request, check_options, save_request
 from titan_tools.infer.task import Task, Work
 from titan_tools.infer.tasks.batch import prepare_batch
@@ -31,6 +31,7 @@ from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
 from trainer.agree import on_each
 from trainer.data.tokenizer import tokenizer_note
+from trainer.machine import machine_identity
 
 
 def infer(request: Request) -> None:

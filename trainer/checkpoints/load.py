@@ -5,7 +5,6 @@ file has its CRC32. Where a node lacks the memory for a copy of its ranks' parts
 """
 
 import filecmp
-import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,13 +39,13 @@ from converters.training.optimizer_state import is_number
 from converters.weights import naming_of, open_native
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
-from trainer.checkpoints.host_memory import available_bytes
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_form, refuse_other_model
 from trainer.config.sections import Checkpoint
 from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
+from trainer.machine import available_bytes, machine_identity
 from trainer.mesh import local_part
 from trainer.observability.log import note
 
@@ -321,8 +320,8 @@ def _fits_in_memory(wanted: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
         for fqn, value in wanted.items()
         if isinstance(value, torch.Tensor)
     )
-    nodes = on_each(group, lambda: (socket.gethostname(), own, available_bytes()))
-    needed: Counter[str] = Counter()
+    nodes = on_each(group, lambda: (machine_identity(), own, available_bytes() or 0))
+    needed: Counter[tuple[str, str, str]] = Counter()
     for node, num_bytes, _ in nodes:
         needed[node] += num_bytes
     if all(needed[node] <= _MEMORY_SHARE * available for node, _, available in nodes):

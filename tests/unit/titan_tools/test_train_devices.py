@@ -1,4 +1,6 @@
-"""`titan train` on a machine with GPUs: the number of ranks."""
+"""`titan train` and the machine that it starts on: the number of ranks on its GPUs, and its memory."""
+
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -6,6 +8,7 @@ from typer.testing import CliRunner
 from converters.errors import ConfigError
 from titan_tools import launch
 from titan_tools.cli import app
+from trainer import machine
 
 
 @pytest.fixture
@@ -13,7 +16,7 @@ def started(monkeypatch):
     """How many ranks each launch on this machine of two GPUs asks for."""
     asked = []
     monkeypatch.setattr(launch, "count_gpus", lambda: 2)
-    monkeypatch.setattr(launch, "run_ranks", lambda argv, *, nproc: asked.append(nproc) or 0)
+    monkeypatch.setattr(launch, "run_ranks", lambda argv, *, nproc: asked.append((argv, nproc)) or 0)
     monkeypatch.delenv("RANK", raising=False)
     return asked
 
@@ -33,4 +36,44 @@ def test_all_gpus_or_nproc_ranks(started):
     fits_any = ["--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1"]
     fits_any.append("--parallelism.pipeline_parallel_degree=1")
     assert [_train(*fits_any).exit_code, _train(*fits_any, "--nproc", "1").exit_code] == [0, 0]
-    assert started == [2, 1]
+    assert [nproc for _, nproc in started] == [2, 1]
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """This machine has 20 GiB available."""
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {20 << 20} kB\n")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "none")
+
+
+def test_a_model_that_cannot_fit_is_refused_before_ranks_start(started, small, monkeypatch):
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    error = CliRunner().invoke(app, ["train", "llama3_8b"]).exception
+    assert isinstance(error, ConfigError) and error.exit_code == 2 and started == []
+    assert error.message == "training needs at least 119.7 GiB of memory on this machine: 20.0 GiB available"
+    assert CliRunner().invoke(app, ["train", "llama3_8b", "--ignore-memory", "--training.steps", "3"]).exit_code == 0
+    assert started == [(["train", "llama3_8b", "--ignore-memory", "--training.steps", "3"], 1)]
+    fits = ["train", "debug", "--nproc", "8"]
+    assert CliRunner().invoke(app, fits).exit_code == 0 and len(started) == 2
+
+
+def test_state_that_lies_in_gpus_needs_no_host_memory(started, small):
+    assert CliRunner().invoke(app, ["train", "llama3_8b"]).exit_code == 0
+    assert started == [(["train", "llama3_8b"], 2)]
+    offloaded = ["train", "llama3_8b", "--training.enable_cpu_offload"]
+    assert "119.7 GiB" in CliRunner().invoke(app, offloaded).exception.message
+
+
+def test_config_check_says_what_does_not_fit_here(small, monkeypatch):
+    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    found = CliRunner().invoke(app, ["config", "check", "llama3_8b", "--world-size", "2"])
+    assert found.exit_code == 0 and found.stdout == "llama3_8b: fine on 2 ranks (dp_shard=2)\n"
+    assert "WARNING: not on this machine alone: training needs at least 119.7 GiB" in found.stderr
+    printed = json.loads(CliRunner().invoke(app, ["config", "check", "debug", "--json"]).stdout)
+    norms = 9 * 128  # which two tensor ranks both hold
+    assert printed["memory"] == {
+        "least_bytes_of_rank": 16 * (196608 // 2 + 2048 * 128 // 4 + 5 * 128 // 2),  # output, norm, and two layers
+        "least_bytes": 16 * (1_311_872 + norms),
+        "fits_here": True,
+    }

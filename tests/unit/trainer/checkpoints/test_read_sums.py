@@ -14,7 +14,7 @@ from converters.families.llama3 import FLAVORS
 from converters.manifest import read_manifest
 from converters.model_info import ModelInfo
 from converters.open import open_checkpoint
-from trainer.checkpoints import host_memory, read_sums, write
+from trainer.checkpoints import read_sums, write
 from trainer.checkpoints.read_sums import ReadSums, _cover, _File, _join
 from trainer.checkpoints.write import write_step
 
@@ -129,16 +129,3 @@ def test_rows_are_added_once_however_unevenly_they_are_cut():
     work, whole = write._rows_to_read(catalog, nodes)
     assert whole == {"u"}
     assert work == [[("e", Box((0, 0), (4, 6)))], [], [("u", Box((0, 0), (8, 6)))]]
-
-
-def test_memory_is_what_the_machine_and_its_limits_leave(tmp_path, monkeypatch):
-    machine = host_memory._of_machine()
-    assert 0 < host_memory.available_bytes() <= machine
-    for name, content in (("max", "1000\n"), ("current", "900\n"), ("stat", "anon 1\ninactive_file 250\n")):
-        (tmp_path / f"memory.{name}").write_text(content)
-    monkeypatch.setattr(host_memory, "_FILES", {"": (tmp_path, "memory.max", "memory.current", "inactive_file")})
-    lines = host_memory.Path("/proc/self/cgroup").read_text().splitlines()
-    if any(line.startswith("0::") for line in lines):
-        assert host_memory.available_bytes() == 350
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_memory.available_bytes() == pytest.approx(machine, rel=0.1)
