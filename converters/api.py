@@ -14,7 +14,7 @@ from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.families import hf_config, llama
-from converters.families.base import Block, Dense, Experts, Family, ModelArgs, Naming, Parameter, Role
+from converters.families.base import Block, Dense, Experts, Family, GroupedQuery, ModelArgs, Naming, Parameter, Role
 from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
 from converters.formats.base import OutputOptions
@@ -30,9 +30,9 @@ from converters.weights import NativeWeights, open_native
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
-    "Family", "ModelArgs", "Block", "Dense", "Experts", "Parameter", "Role", "expert_parameters", "llama", "hf_config",
-    "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros", "Drop",
-    "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
+    "Family", "ModelArgs", "Block", "GroupedQuery", "Dense", "Experts", "Parameter", "Role", "expert_parameters",
+    "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
+    "Drop", "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 
 

@@ -1,11 +1,15 @@
 """The documentation: commands, options, links and TOML of the pages exist, and the site builds without warnings."""
 
+import ast
+import inspect
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -18,8 +22,9 @@ from trainer.config.sections import Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-README, CONVERSION, TRAINING, INFERENCE = (
-    (ROOT / name).read_text() for name in ("README.md", "docs/conversion.md", "docs/training.md", "docs/inference.md")
+README, CONVERSION, TRAINING, INFERENCE, EXTENSION = (
+    (ROOT / name).read_text()
+    for name in ("README.md", "docs/conversion.md", "docs/training.md", "docs/inference.md", "docs/extend.md")
 )
 OPTION = r"(?<![\w-])--[a-z][a-z-]+(?![\w.-]*\.)"
 
@@ -162,17 +167,59 @@ def test_the_cli_reference_has_every_command_and_option():
 
 
 def test_extensions_import_only_the_public_api():
-    text = (ROOT / "docs" / "extend.md").read_text()
-    python = "\n".join(re.findall(r"```python.*?\n(.*?)```", text, re.S))
+    python = "\n".join(re.findall(r"```python.*?\n(.*?)```", EXTENSION, re.S))
     modules = set(re.findall(r"^\s*(?:from|import) ((?:converters|trainer|titan_tools)[\w.]*)", python, re.M))
     assert modules and modules <= {"converters.api", "trainer.api", "titan_tools.api"}
+
+
+def test_what_the_code_of_the_extension_page_imports_exists():
+    """And the attributes that it takes of that."""
+    missing = []
+    for code in re.findall(r"```python.*?\n(.*?)```", EXTENSION, re.S):
+        imported = {}
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).endswith(".api"):
+                owner = import_module(node.module)
+                missing += [f"{node.module}.{each.name}" for each in node.names if not hasattr(owner, each.name)]
+                imported |= {each.asname or each.name: getattr(owner, each.name, None) for each in node.names}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+                missing += [] if has_attribute(imported[node.value.id], node.attr) else [ast.unparse(node)]
+    assert missing == []
+
+
+def test_what_the_text_of_the_extension_page_names_exists():
+    """Classes, and attributes and keywords of what an API exports."""
+    apis = {name: import_module(name) for name in ("converters.api", "trainer.api", "titan_tools.api")}
+    public = apis | {name: getattr(api, name) for api in apis.values() for name in api.__all__}
+    public |= {"ConfigClass": public["hf_config"].ConfigClass, "nn": torch.nn}
+    missing, num_named = [], 0
+    text = re.sub(r"```.*?```", "", EXTENSION, flags=re.S)
+    for span, name, attributes, arguments in re.findall(r"`((\w+\.api|\w+)((?:\.\w+)*)(?:\(([^`]*)\))?)`", text):
+        owner = public.get(name)
+        if owner is None:
+            missing += [span] if re.fullmatch(r"[A-Z]\w*[a-z]\w*", name) else []
+            continue
+        for attribute in attributes.split(".")[1:]:
+            missing += [] if has_attribute(owner, attribute) else [span]
+            owner = getattr(owner, attribute, None)
+        if callable(owner):
+            accepted = inspect.signature(owner).parameters
+            missing += [f"{key}= of {span}" for key in re.findall(r"(\w+)=", arguments) if key not in accepted]
+        num_named += 1
+    assert missing == [] and num_named > 40
+
+
+def has_attribute(owner: Any, name: str) -> bool:
+    """Of an object; of a class also an annotated field."""
+    annotated = (getattr(each, "__annotations__", {}) for each in getattr(owner, "__mro__", ()))
+    return hasattr(owner, name) or any(name in each for each in annotated)
 
 
 def test_the_parameters_and_roles_of_the_extension_page_are_current():
     from converters.api import Role, llama
     from converters.families.registry import get_family
 
-    text = (ROOT / "docs" / "extend.md").read_text()
+    text = EXTENSION
     (code,) = re.findall(r"```python\n(from converters.api import Naming, Parameter.*?)```", text, re.S)
     names: dict[str, Any] = {}
     exec(code, names)
