@@ -1,11 +1,14 @@
 """The checks of a checkpoint that need no manifest: structure, names and shapes, CRC32s of items, readable values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from converters.catalog import Catalog, TensorSource
+from converters.containers.hub_checksums import fetch_again, has_content, recorded_files
+from converters.containers.paths import refuse_links_out
 from converters.containers.safetensors import index_remarks
 from converters.dtypes import itemsize
 from converters.engine.casts import count_non_finite
@@ -16,7 +19,7 @@ from converters.errors import CheckpointError, TitanError, UnsupportedError
 from converters.expressions import RowNumbers
 from converters.families.registry import get_family
 from converters.foreign_view import native_row_numbers
-from converters.manifest import TensorSum
+from converters.manifest import TensorSum, in_threads
 from converters.model_from import find_model_info
 from converters.model_info import describes_model
 from converters.mtp import num_mtp_layers, with_mtp
@@ -161,6 +164,30 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
             "files", "warning" if num_summed else "not possible", detail if num_summed else unchecked, (unchecked,)
         )
     return judge("files", detail, problems)
+
+
+def check_downloaded(folder: Path, names: Sequence[str] | None = None) -> list[Check]:
+    """Compare the files at the top of a folder, or `names`, with the checksums that a download from the hub recorded.
+
+    [] where nothing is recorded.
+    """
+    recorded = {name: record for name, record in recorded_files(folder).items() if "/" not in name}
+    if names is not None:
+        recorded = {name: record for name, record in recorded.items() if name in names}
+    if not recorded:
+        return []
+    refuse_links_out(folder, [folder / name for name in recorded if (folder / name).exists()])
+    whole = in_threads([partial(has_content, folder / name, record.etag) for name, record in recorded.items()])
+    bad = [name for name, is_whole in zip(recorded, whole, strict=True) if not is_whole]
+    present = {name for name in bad if (folder / name).exists()}
+    problems = [
+        f"{name}: " + ("its bytes are not those of the hub's checksum" if name in present else "missing")
+        for name in bad
+    ]
+    if problems:
+        again = fetch_again(folder)
+        problems += [again["hint"], *again["tries"]]
+    return [judge("files", f"{len(recorded):,} files against the checksums of the hub", problems)]
 
 
 def _carries_none(reader: CatalogReader, fqn: str, chunk: Any) -> bool:

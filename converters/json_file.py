@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.containers.hub_checksums import fetch_again
 from converters.errors import CheckpointError, in_words, list_offenders
 
 MAX_BYTES = 256 << 20  # the largest index there is takes 9 MB, the largest tokenizer.json 35 MB
@@ -20,7 +21,10 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
         raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    return parse_json(raw, what=str(path))
+    try:
+        return parse_json(raw, what=str(path))
+    except CheckpointError as error:
+        raise CheckpointError(error.message, **fetch_again(path) or {"hint": error.hint}) from None
 
 
 def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from converters.commit import find_complete
 from converters.containers.base import FolderFiles
 from converters.containers.dcp_ranks import rank_metadata_files
 from converters.containers.hf_cache import snapshot_of
+from converters.containers.hub_checksums import fetch_again
 from converters.containers.paths import linked_files, refuse_links_out
 from converters.containers.registry import CONTAINERS
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
@@ -37,6 +38,10 @@ def open_checkpoint(path: str | Path, *, against_manifest: bool = True) -> Catal
     path = Path(path)
     try:
         return _open(snapshot_of(find_complete(path)), against_manifest=against_manifest)
+    except CheckpointError as error:
+        if error.tries or not (again := fetch_again(path)):
+            raise
+        raise CheckpointError(error.message, **again) from None
     except OSError as error:  # no permission, a name that is too long, a disk that fails
         raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
 

@@ -8,6 +8,7 @@ from converters.catalog import Catalog
 from converters.checks import (
     DigestRules,
     check_container,
+    check_downloaded,
     check_items,
     check_model,
     check_reading,
@@ -15,6 +16,7 @@ from converters.checks import (
     judge,
     read_through,
 )
+from converters.containers.hf_cache import snapshot_of
 from converters.containers.paths import refuse_links_out
 from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
@@ -73,17 +75,18 @@ def verify(
 
 
 def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
-    """Compare all files of a folder that does not open with its manifest, so that every changed one is named.
+    """Compare all files of a folder that does not open with its manifest or the hub's checksums, to name every one.
 
     Nothing is read where links lead out of the folder.
     """
     if quick or not path.is_dir():
         return []
     try:
+        path = snapshot_of(path)
         refuse_links_out(path, [path / MANIFEST])
         manifest = read_manifest(path)
         if manifest is None:
-            return []
+            return check_downloaded(path)
         refuse_links_out(path, [path / name for name in manifest.files])
         return [judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path, manifest=manifest))]
     except (CheckpointError, OSError):  # the manifest or a link, which opening has reported already
@@ -117,7 +120,7 @@ def _manifest_for(catalog: Catalog, path: Path) -> Manifest | None:
 
 
 def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, quick: bool) -> Check:
-    """Compare every byte with the manifest; without one, with the CRC32s that the container has."""
+    """Compare every byte with the manifest; without one, with the hub's checksums, or the container's CRC32s."""
     if manifest is not None:
         if quick:
             small = sorted(manifest.files.keys() - catalog.tensor_files)
@@ -131,6 +134,8 @@ def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, qui
         problems = check_files(catalog.root, manifest=manifest)
         detail = f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}"
         return judge("files", detail + (", rewritten by --accept" if manifest.accepted else ""), problems)
+    if downloaded := [] if quick else check_downloaded(catalog.root, None if path.is_dir() else [path.name]):
+        return downloaded[0]
     if not CONTAINERS[catalog.container].has_checksums:
         return Check("files", "not possible", f"safetensors carries no checksums, and there is no {MANIFEST}")
     if quick:

@@ -6,6 +6,7 @@ models--org--name/blobs/SUM            a file, or a link into the store that all
 blobs/AB/ABCD…                         next to a marker file
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -38,6 +39,24 @@ def snapshot_of(path: Path) -> Path:
         hint="name one of them" if found else "the download was interrupted; the same command resumes it",
         tries=[str(p) for p in found[:8]],
     )
+
+
+def repository_of(folder: Path) -> Path | None:
+    """The repository's folder in the cache whose snapshot contains `folder`, resolved; None for other folders."""
+    folder = Path(os.path.realpath(folder))
+    repository = next((p.parent.parent for p in (folder, *folder.parents) if p.parent.name == _SNAPSHOTS), None)
+    return repository if repository and repository.name.startswith("models--") else None
+
+
+def blob_of(path: Path, repository: Path) -> Path | None:
+    """The blob of a repository that a file of its snapshot links to, whether it exists or not; None for other files.
+
+    It is the link's own target: the file of a blob may be in the store that all repositories share, under another name.
+    """
+    if not path.is_symlink():
+        return None
+    target = Path(os.path.normpath(os.path.realpath(path.parent) + os.sep + os.readlink(path)))
+    return target if target.parent == repository / _BLOBS else None
 
 
 def is_blob_of(target: Path, folder: Path) -> bool:

@@ -1,9 +1,13 @@
 """`titan download`: download a model from the Hugging Face hub."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+ANNOUNCED_BYTES = 1 << 30
 
 
 def download(
@@ -18,7 +22,9 @@ def download(
     dst: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DST", help="The folder to create. Default: the HF cache (HF_HOME).", show_default=False
+            metavar="DST",
+            help="The folder to create, or that of an earlier download to check. Default: the HF cache (HF_HOME).",
+            show_default=False,
         ),
     ] = None,
     revision: Annotated[str, typer.Option(metavar="REVISION", help="Branch, tag or commit.")] = "main",
@@ -47,7 +53,8 @@ def download(
 ) -> None:
     """Download a model from the Hugging Face hub and print its folder, which every command can read.
 
-    After an interruption the same command resumes. Every file is checked against the hub's checksum.
+    After an interruption the same command resumes. Every file is checked against the hub's checksum, those of earlier
+    downloads, too; damaged ones are downloaded again. With HF_HUB_OFFLINE=1 an earlier download is checked.
     HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HTTPS_PROXY are respected.
 
     \b
@@ -61,6 +68,11 @@ def download(
     from titan_tools.hub.download import FileSelection
     from titan_tools.hub.download import download as fetch
 
+    def announced(total: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
+        if total >= ANNOUNCED_BYTES:  # seconds pass
+            note(f"{what}: {format_bytes(total)}")
+        return progress(total, what)
+
     report = fetch(
         repository,
         dst,
@@ -69,13 +81,19 @@ def download(
         token=token,
         workers=workers,
         dry_run=dry_run,
-        progress=progress,
+        progress=announced,
     )
     if as_json:
         print_json(report.to_json())
         return
     for folder in report.stale:
         note(f"{folder} is an unfinished download of another commit; remove it if it is not needed")
+    for name in report.damaged:
+        what = "would be downloaded again" if dry_run else "was downloaded again"
+        note(f"{name}: here, it does not match the hub's checksum; it {what}")
+    if report.unchecked:
+        what = f"{count(len(report.unchecked), 'file')}: the hub's checksum is of another kind; compared by size"
+        note(f"{what} ({', '.join(report.unchecked[:3])}{', …' if report.unchecked[3:] else ''})")
     fetched = report.num_fetched_bytes
     here = "" if fetched == report.num_bytes else f", {format_bytes(report.num_bytes - fetched)} already downloaded"
     what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {format_bytes(report.num_bytes)}"

@@ -1,29 +1,28 @@
 """Download a model from the Hugging Face hub: select files, resume, check every byte, then commit."""
 
-import os
-import shutil
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
-from glob import escape
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
-from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
 
-from converters.commit import check_destination, commit, require_space
+from converters.commit import require_space
+from converters.containers.hub_checksums import is_computable
 from converters.errors import CheckpointError, list_offenders
 from converters.execute import Progress, no_progress
 from titan_tools.hub.errors import hub_errors
 from titan_tools.hub.fetch import check_sum, fetch
+from titan_tools.hub.present import compare, find_present, require_whole
+from titan_tools.hub.targets import DownloadTarget, HubCache, PlainFolder, RemoteFile, check_folder
 
 WORKERS = 4
-PART_SUFFIX = ".incomplete"
 # Larger files are served only to the hub's own client, which restarts such a file after an interruption.
 MAX_HTTP_BYTES = constants.MAX_HTTP_DOWNLOAD_SIZE
 _SMALL = ("*.json", "*.model", "*.jinja", "*.tiktoken", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -50,16 +49,6 @@ class FileSelection:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file of a repository at one commit."""
-
-    name: str
-    num_bytes: int
-    etag: str  # SHA-256 of a large file (LFS), else git's SHA-1
-    num_bytes_here: int  # already downloaded; equal to num_bytes: complete and checked
-
-
-@dataclass(frozen=True, slots=True)
 class DownloadReport:
     """The downloaded files, or those that a dry run would download."""
 
@@ -71,100 +60,12 @@ class DownloadReport:
     num_bytes: int
     num_fetched_bytes: int  # without the part that was downloaded before
     secs: float
+    damaged: tuple[str, ...] = ()  # files of an earlier download that did not match the hub's checksum
+    unchecked: tuple[str, ...] = ()  # files whose ETag is no checksum: only their sizes were compared
     stale: tuple[str, ...] = ()  # unfinished downloads of other commits to the same destination
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class DownloadTarget(Protocol):
-    """Where a download is stored: the HF cache, or a plain folder."""
-
-    path: Path  # the finished checkpoint folder
-
-    def whole(self, name: str, etag: str = "") -> Path | None:
-        """The file, if an earlier attempt has finished it. The cache needs the ETag to find it."""
-
-    def part(self, name: str, etag: str) -> Path:
-        """The partial file, which later attempts append to."""
-
-    def keep(self, part: Path, name: str, etag: str) -> None:
-        """Store a finished, checked file."""
-
-    def finish(self, names: Sequence[str]) -> None:
-        """Make `path` from all files."""
-
-    def stale(self) -> tuple[str, ...]:
-        """Folders of unfinished downloads of other commits."""
-
-
-class HubCache:
-    """The HF cache: files under blobs/ by checksum, and a snapshot folder of links to them."""
-
-    def __init__(self, repository: str, revision: str, sha: str, token: str | None) -> None:
-        self._repository, self._revision, self._token = repository, revision, token
-        self._root = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
-        self.path = self._root / "snapshots" / sha
-
-    def whole(self, name: str, etag: str = "") -> Path | None:
-        places = [self.path / name, *([self._root / "blobs" / etag] if etag else [])]
-        return next((path for path in places if path.is_file()), None)
-
-    def part(self, name: str, etag: str) -> Path:
-        return self._root / "blobs" / (etag + PART_SUFFIX)
-
-    def keep(self, part: Path, name: str, etag: str) -> None:
-        os.replace(part, part.with_name(etag))
-
-    def stale(self) -> tuple[str, ...]:
-        return ()  # `hf cache` manages them
-
-    def finish(self, names: Sequence[str]) -> None:
-        # The client links the blobs, and downloads files that only it can.
-        snapshot_download(
-            self._repository,
-            revision=self._revision,
-            allow_patterns=[escape(name) for name in names],
-            token=self._token,
-            endpoint=constants.ENDPOINT,
-        )
-
-
-class PlainFolder:
-    """A plain folder. Until it is complete it has a temporary name that contains the commit."""
-
-    def __init__(self, dst: Path, repository: str, sha: str, token: str | None) -> None:
-        self._repository, self._sha, self._token = repository, sha, token
-        self.path = dst
-        self._mark = f".download-{dst.name}-"
-        self.staging = dst.absolute().parent / (self._mark + sha[:12])
-
-    def whole(self, name: str, etag: str = "") -> Path | None:
-        return self.staging / name if (self.staging / name).is_file() else None
-
-    def part(self, name: str, etag: str) -> Path:
-        return self.staging / (name + PART_SUFFIX)
-
-    def keep(self, part: Path, name: str, etag: str) -> None:
-        os.replace(part, self.staging / name)
-
-    def stale(self) -> tuple[str, ...]:
-        found = self.staging.parent.glob(escape(self._mark) + "[0-9a-f]" * 12)
-        return tuple(sorted(str(p) for p in found if p != self.staging))
-
-    def finish(self, names: Sequence[str]) -> None:
-        for name in names:
-            if self.whole(name) is None:
-                hf_hub_download(
-                    self._repository,
-                    name,
-                    revision=self._sha,
-                    local_dir=self.staging,
-                    token=self._token,
-                    endpoint=constants.ENDPOINT,
-                )
-        shutil.rmtree(self.staging / ".cache", ignore_errors=True)  # metadata of the client
-        commit(self.staging, self.path)
 
 
 def download(
@@ -180,38 +81,61 @@ def download(
 ) -> DownloadReport:
     """Download a checkpoint into the HF cache or, with `dst`, into a folder that is created when it is complete.
 
-    Resumes an interrupted download. Raises CheckpointError for problems of access, network, disk and names.
+    Resumes an interrupted download. What an earlier one has left is compared with the hub's checksums, and what is
+    damaged is downloaded again. Offline, it is compared with the checksums that the download recorded.
+
+    Raises CheckpointError for problems of access, network, disk and names and, offline, for damaged files.
     """
     started = time.monotonic()
     disable_progress_bars()  # of the client
+    selection = selection or FileSelection()
+    if constants.HF_HUB_OFFLINE:
+        folder, recorded = find_present(repository, dst, revision)
+        if recorded:
+            names = _selected(repository, sorted(recorded), selection)
+            command = shlex.join(["titan", "download", repository, *([str(dst)] if dst else [])])
+            command += "" if revision == "main" else f" --revision {revision}"
+            files = require_whole(
+                folder, {n: recorded[n] for n in names}, command=command, workers=workers, progress=progress
+            )
+            num_bytes, commit = sum(f.num_bytes for f in files), recorded[names[0]].commit
+            secs = time.monotonic() - started
+            return DownloadReport(repository, revision, commit, str(folder), files, num_bytes, 0, secs)
     if dst is not None:
-        check_destination(dst, overwrite=False)
+        check_folder(dst)
     with hub_errors(repository, revision, token=token):
         found = HfApi(endpoint=constants.ENDPOINT, token=token).model_info(repository, revision=revision)
         if found.sha is None:
             raise CheckpointError(f"{repository}: the hub returned no commit", hint="check HF_ENDPOINT")
-        target: DownloadTarget = HubCache(repository, revision, found.sha, token)
-        if dst is not None:
-            target = PlainFolder(dst, repository, found.sha, token)
-        names = _selected(repository, [f.rfilename for f in found.siblings or ()], selection or FileSelection())
+        names = _selected(repository, [f.rfilename for f in found.siblings or ()], selection)
         urls = {n: hf_hub_url(repository, n, revision=found.sha, endpoint=constants.ENDPOINT) for n in names}
         with ThreadPoolExecutor(workers) as pool:
-            files = tuple(pool.map(lambda name: _look_up(name, urls[name], target, token), names))
-        missing = sum(f.num_bytes - f.num_bytes_here for f in files)
+            listed = tuple(pool.map(lambda name: _look_up(name, urls[name], token), names))
+        target: DownloadTarget = HubCache(repository, revision, found.sha, token)
+        if dst is not None:
+            target = folder_target = PlainFolder(dst, repository, found.sha, token)
+            folder_target.require_same_commit(listed)
+        present = compare(listed, target, workers=workers, progress=progress)
+        num_missing = sum(f.num_bytes - f.num_bytes_here for f in present.missing)
         if not dry_run:
-            require_space(target.path, missing)
-            with progress(missing, "downloading") as advance:
-                _fetch_all(files, urls, target, token, workers, advance)
-            target.finish(names)
+            require_space(target.path, num_missing)
+            for place in (place for places in present.damaged.values() for place in places):
+                target.discard(place)
+            by_http = [f for f in present.missing if f.num_bytes <= MAX_HTTP_BYTES]
+            with progress(num_missing, "downloading") as advance:
+                _fetch_all(by_http, urls, target, token, workers, advance)
+            target.finish(present.files, [f for f in present.missing if f.num_bytes > MAX_HTTP_BYTES])
     return DownloadReport(
         repository,
         revision,
         found.sha,
         str(target.path),
-        files,
-        num_bytes=sum(f.num_bytes for f in files),
-        num_fetched_bytes=missing,
+        present.files,
+        num_bytes=sum(f.num_bytes for f in present.files),
+        num_fetched_bytes=num_missing,
         secs=time.monotonic() - started,
+        damaged=tuple(present.damaged),
+        unchecked=tuple(f.name for f in present.files if not is_computable(f.etag)),
         stale=target.stale(),
     )
 
@@ -246,29 +170,23 @@ def _selected(repository: str, names: Sequence[str], selection: FileSelection) -
     return selected
 
 
-def _look_up(name: str, url: str, target: DownloadTarget, token: str | None) -> RemoteFile:
-    if (whole := target.whole(name)) is not None:
-        size = whole.stat().st_size
-        return RemoteFile(name, size, "", size)
+def _look_up(name: str, url: str, token: str | None) -> RemoteFile:
     remote = get_hf_file_metadata(url, token=token, endpoint=constants.ENDPOINT)
     if remote.etag is None or remote.size is None:
         raise CheckpointError(f"{url}: the hub returned no size or no ETag", hint="check HF_ENDPOINT")
-    begun = target.whole(name, remote.etag) or target.part(name, remote.etag)
-    here = begun.stat().st_size if begun.is_file() else 0
-    return RemoteFile(name, remote.size, remote.etag, min(here, remote.size))
+    return RemoteFile(name, remote.size, remote.etag)
 
 
 def _fetch_all(
-    files: Sequence[RemoteFile],
+    wanted: Sequence[RemoteFile],
     urls: dict[str, str],
     target: DownloadTarget,
     token: str | None,
     workers: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Download all files, several at a time; the first failure stops the others."""
+    """Download `wanted`, several at a time; the first failure stops the others."""
     headers, stop = build_hf_headers(token=token), Event()
-    wanted = [f for f in files if target.whole(f.name, f.etag) is None and f.num_bytes <= MAX_HTTP_BYTES]
 
     def fetch_one(file: RemoteFile) -> None:
         part = target.part(file.name, file.etag)

@@ -1,7 +1,5 @@
 """Download one file over HTTP into a partial file: resume, retry, and verify the hub's checksum."""
 
-import hashlib
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
@@ -12,13 +10,13 @@ from huggingface_hub import get_session
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 
+from converters.containers.hub_checksums import has_content, is_computable
 from converters.errors import CheckpointError
 from converters.file_lock import lock_file
 from titan_tools.hub.errors import RESUME
 
 PAUSES_SECS = (1, 2, 4, 8)  # after consecutive failures; a received byte resets the count
 _RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
-_BLOCK_BYTES = 1 << 20
 
 
 class Stopped(Exception):
@@ -94,22 +92,13 @@ def _lock(file: BinaryIO, part: Path) -> None:
         raise CheckpointError(f"{part}: another process is downloading this file") from None
 
 
-def check_sum(part: Path, etag: str, *, name: str) -> None:
-    """Compare a file with its ETag: SHA-256 of large files, git's SHA-1 of small ones.
+def check_sum(path: Path, etag: str, *, name: str) -> None:
+    """Compare a downloaded file with its ETag, where that is a checksum.
 
-    Removes the file and raises CheckpointError if they differ. ETags of another form, as on mirrors, are not checked.
+    Removes the file and raises CheckpointError if they differ.
     """
-    if re.fullmatch("[0-9a-f]{64}", etag):
-        sum_ = hashlib.sha256()
-    elif re.fullmatch("[0-9a-f]{40}", etag):
-        sum_ = hashlib.sha1(b"blob %d\0" % part.stat().st_size, usedforsecurity=False)
-    else:
-        return
-    with part.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            sum_.update(block)
-    if sum_.hexdigest() != etag:
-        part.unlink()
+    if is_computable(etag) and not has_content(path, etag):
+        path.unlink(missing_ok=True)
         raise CheckpointError(
             f"{name}: the downloaded file does not match the hub's checksum; it was deleted",
             hint="run the same command again to download this file",

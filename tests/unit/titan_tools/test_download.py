@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -16,6 +18,7 @@ from huggingface_hub import constants, snapshot_download
 
 from converters.errors import CheckpointError
 from converters.open import open_checkpoint
+from converters.verify import verify
 from tests.unit.titan_tools.fake_hub import SHA, Hub
 from titan_tools import api
 from titan_tools.hub import download as module
@@ -61,6 +64,19 @@ def titan(*arguments, hub: Hub, home, **env) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**environment(hub, home), **env})
 
 
+def damage(kind: str, path: Path) -> None:
+    """Damage a downloaded file, without a change of its name; of a link, the file that it leads to."""
+    path = path.resolve()
+    content = path.read_bytes()
+    changed = {"flipped": bytes([*content[:-1], content[-1] ^ 1]), "cut": content[: len(content) // 2], "emptied": b""}
+    path.write_bytes(changed[kind]) if kind in changed else path.unlink()
+
+
+def outcome(folder: Path) -> str:
+    """What `titan verify` says of the bytes of a downloaded folder's files."""
+    return next(check.outcome for check in verify(folder).checks if check.name == "files")
+
+
 def refused(*arguments, **options) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         download(*arguments, **options)
@@ -86,17 +102,19 @@ def test_into_the_cache_in_the_layout_of_the_hubs_client(hub, tmp_path):
 def test_into_a_plain_folder(hub, tmp_path):
     report = download(NAME, tmp_path / "model", selection=FileSelection(original=True))
     held = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*") if p.is_file()}
+    held = {name for name in held if not name.startswith(".cache/")}  # the checksums, as the hub's client keeps them
     assert held == {"config.json", WEIGHTS, "tokenizer.json", "original/consolidated.00.pth"}
     assert all((tmp_path / "model" / name).read_bytes() == hub.files[name] for name in held)
     assert report.num_fetched_bytes == sum(len(hub.files[name]) for name in held)
     assert os.listdir(tmp_path) == ["model"], "nothing is left next to it"
+    shutil.rmtree(tmp_path / "model/.cache")  # then it may be anybody's
     assert "exists already" in refused(NAME, tmp_path / "model").message
 
 
 def test_the_api_downloads_selected_files(hub, tmp_path):
     report = api.download(NAME, str(tmp_path / "model"), include=["*.json"], exclude=["*.index.json"])
     assert report.num_fetched_bytes == report.num_bytes
-    assert sorted(os.listdir(tmp_path / "model")) == sorted(file.name for file in report.files)
+    assert sorted(os.listdir(tmp_path / "model")) == sorted([".cache", *(file.name for file in report.files)])
     assert all(file.name.endswith(".json") for file in report.files)
 
 
@@ -204,10 +222,10 @@ def test_a_server_without_ranges_restarts_the_file(hub, tmp_path):
 
         def __exit__(self, *exc): ...
 
-    download(NAME, tmp_path / "model", progress=Watch)
+    report = download(NAME, tmp_path / "model", progress=Watch)
     assert hub.gets(WEIGHTS) == [None, "bytes=700000-"]
     assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
-    assert sum(advanced) == sum((tmp_path / "model" / f).stat().st_size for f in os.listdir(tmp_path / "model"))
+    assert sum(advanced) == report.num_bytes
 
 
 def test_large_files_come_from_another_host_that_does_not_get_the_token(hub, tmp_path):
@@ -318,7 +336,13 @@ def test_files_that_only_the_hubs_client_can_download(hub, tmp_path, monkeypatch
     report = download(NAME, tmp_path / "model" if place == "folder" else None)
     with open(os.path.join(report.path, WEIGHTS), "rb") as file:
         assert file.read() == hub.files[WEIGHTS]
-    assert ".cache" not in os.listdir(report.path)
+    hub.tampers = {WEIGHTS}
+    damage("cut", Path(report.path, WEIGHTS))
+    error = refused(NAME, tmp_path / "model" if place == "folder" else None)
+    assert f"{WEIGHTS}: the downloaded file does not match the hub's checksum" in error.message
+    hub.tampers = set()
+    report = download(NAME, tmp_path / "model" if place == "folder" else None)
+    assert Path(report.path, WEIGHTS).read_bytes() == hub.files[WEIGHTS]
 
 
 def test_file_names_outside_of_the_folder_are_refused(hub, tmp_path):
@@ -326,3 +350,136 @@ def test_file_names_outside_of_the_folder_are_refused(hub, tmp_path):
     error = refused(NAME, tmp_path / "model", selection=FileSelection(include=["*"]))
     assert "../evil.json" in error.message
     assert os.listdir(tmp_path) == []
+
+
+DAMAGE = ["flipped", "cut", "emptied", "gone"]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("place", ["cache", "folder", "folder of the hub's client"])
+def test_what_is_damaged_is_found_and_downloaded_again(hub, tmp_path, place, kind):
+    dst = None if place == "cache" else tmp_path / "model"
+    folder = Path(snapshot_download(NAME, local_dir=dst) if "client" in place else download(NAME, dst).path)
+    names = ["config.json", WEIGHTS]  # git's SHA-1, SHA-256
+    hub.asked = []
+    for name in names:
+        damage(kind, folder / name)
+    report = download(NAME, dst, dry_run=True)
+    assert report.num_fetched_bytes == sum(len(hub.files[name]) for name in names)
+    assert hub.gets(WEIGHTS) == [], "a dry run finds it and downloads nothing"
+    report = download(NAME, dst)
+    assert sorted(path.rpartition("/")[2] for method, path, _ in hub.asked if method == "GET" and SHA in path) == names
+    assert hub.gets(WEIGHTS) == [None], "the file as a whole"
+    assert report.damaged == (() if kind == "gone" and dst else tuple(names))
+    for name in names:
+        assert (folder / name).read_bytes() == hub.files[name]
+        assert (folder / f"{name}.replaced").exists() == (dst is not None and kind != "gone"), (
+            "a user may have edited it"
+        )
+    assert not list(tmp_path.glob(".download*"))
+    assert download(NAME, dst).num_fetched_bytes == 0
+
+
+def test_what_an_interrupted_download_left_is_compared_before_it_is_used(hub, tmp_path):
+    hub.cut_after[WEIGHTS], hub.down_after_cut = 500_000, True
+    refused(NAME, tmp_path / "model")
+    staging = tmp_path / f".download-model-{SHA[:12]}"
+    (staging / "config.json").write_bytes(hub.files["config.json"][:-1] + b"]")
+    hub.down = False
+    download(NAME, tmp_path / "model")
+    assert (tmp_path / "model/config.json").read_bytes() == hub.files["config.json"]
+    assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+def test_a_link_of_the_cache_that_leads_to_another_file(hub):
+    folder = Path(download(NAME).path)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(os.readlink(folder / "tokenizer.json"))
+    assert download(NAME).damaged == ("config.json",)
+    assert (folder / "config.json").read_bytes() == hub.files["config.json"]
+    assert (folder / "tokenizer.json").read_bytes() == hub.files["tokenizer.json"], "the other file was intact"
+
+
+def test_a_blob_in_the_store_that_all_repositories_share_is_mended(hub):
+    """Its name there is another hash (Xet's), and the repository's blob is a link to it."""
+    folder = Path(download(NAME).path)
+    blob = (folder / WEIGHTS).resolve()
+    shared = Path(constants.HF_HUB_CACHE) / "blobs" / "ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    (shared.parent.parent / ".huggingface-shared-blobs").touch()
+    shared.write_bytes(blob.read_bytes())
+    blob.unlink()
+    blob.symlink_to(shared)
+    assert download(NAME).num_fetched_bytes == 0
+    assert outcome(folder) == "ok"
+    damage("flipped", shared)
+    assert outcome(folder) == "failed"
+    assert download(NAME).damaged == (WEIGHTS,)
+    assert not shared.exists() or shared.read_bytes() == hub.files[WEIGHTS]
+    assert (folder / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+def test_a_folder_of_another_commit_is_refused(hub, tmp_path):
+    download(NAME, tmp_path / "model")
+    hub.files["config.json"] = b'{"architectures": ["Other"]}'
+    error = refused(NAME, tmp_path / "model")
+    assert "config.json" in error.message
+    assert error.tries == (f"titan download {NAME} {tmp_path / 'model'} --revision {SHA}",)
+    assert (tmp_path / "model/config.json").read_bytes() != hub.files["config.json"]
+
+
+def test_checksums_of_mirrors_that_cannot_be_computed_are_reported(hub, monkeypatch):
+    monkeypatch.setattr(hub, "etag", lambda name: f"W-{len(hub.files[name])}")
+    assert set(download(NAME).unchecked) == {"config.json", WEIGHTS, "tokenizer.json"}
+
+
+@pytest.mark.parametrize("kind", ["flipped", "gone"])
+@pytest.mark.parametrize("place", ["cache", "folder"])
+def test_offline_an_earlier_download_is_compared_with_its_own_checksums(hub, tmp_path, monkeypatch, place, kind):
+    dst = None if place == "cache" else tmp_path / "model"
+    folder = Path(download(NAME, dst).path)
+    hub.down = True
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    report = download(NAME, dst)
+    assert (report.path, report.num_fetched_bytes, report.num_bytes) == (str(folder), 0, 1_200_137)
+    damage(kind, folder / WEIGHTS)
+    error = refused(NAME, dst)
+    assert WEIGHTS in error.message and "config.json" not in error.message
+    hub.down = False
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    words = shlex.split(error.tries[0])
+    assert words[:3] == ["HF_HUB_OFFLINE=0", "titan", "download"]
+    download(words[3], Path(words[4]) if words[4:] else None)
+    assert (folder / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+def test_offline_a_shard_that_the_index_names_is_missed(hub, monkeypatch):
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": WEIGHTS, "b": "other"}}).encode()
+    download(NAME)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "other: missing, and the index names it" in refused(NAME).message
+
+
+@pytest.mark.parametrize("kind", ["flipped", "cut", "gone"])
+@pytest.mark.parametrize("place", ["cache", "folder"])
+def test_verify_compares_with_the_hubs_checksums_and_the_hint_of_every_command_mends(hub, tmp_path, place, kind):
+    dst = None if place == "cache" else tmp_path / "model"
+    folder = Path(download(NAME, dst).path)
+    assert outcome(folder) == "ok"
+    damage(kind, folder / WEIGHTS)
+    files = next(check for check in verify(folder).checks if check.name == "files")
+    assert files.outcome == "failed" and files.problems[0].startswith(f"{WEIGHTS}: ")
+    tried = [files.problems[-1]]
+    if kind in ("cut", "emptied"):
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(folder)
+        tried += caught.value.tries
+    for command in tried:
+        words = [w for w in shlex.split(command) if not w.startswith("HF_HUB_CACHE=")]
+        assert words[:2] == ["titan", "download"]
+        damage("flipped", folder / "config.json")
+        repository = words[2].replace("OWNER/NAME", NAME)
+        report = download(repository, Path(words[3]) if words[3:] and words[3][0] != "-" else None, revision=SHA)
+        assert report.path == str(folder)
+        assert (folder / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+        assert outcome(folder) == "ok"
