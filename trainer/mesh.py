@@ -139,11 +139,26 @@ def _make_group(name: str, dims: MeshShape) -> dist.ProcessGroup:
         return default
     axis = _axes(dims)[name]
     ranks = torch.arange(dims.world_size).view(-1, axis.degree, axis.stride).mT.reshape(-1, axis.degree).tolist()
+    return own_group(ranks, description=f"mesh_{name}")
+
+
+def own_group(groups: list[list[int]], *, description: str) -> dist.ProcessGroup:
+    """The group of this rank, of several that are disjoint and have all ranks. All ranks create all of them.
+
+    Of fake ranks only this one creates its own: so a communicator has the same name on every rank, and code that was
+    compiled with the name on one rank can run on another.
+    """
+    default = dist.group.WORLD
+    assert default is not None
     # As torch's init_device_mesh: NCCL that is bound to its device splits its communicator once for all groups
     if default.bound_device_id is not None:
-        group = dist.split_group(split_ranks=ranks, group_desc=f"mesh_{name}")
+        group = dist.split_group(split_ranks=groups, group_desc=description)
+    elif dist.get_backend() == "fake":
+        group = dist.new_group(
+            next(list(ranks) for ranks in groups if dist.get_rank() in ranks), group_desc=description
+        )
     else:
-        group, _ = dist.new_subgroups_by_enumeration(ranks, group_desc=f"mesh_{name}")  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(groups, group_desc=description)  # type: ignore[no-untyped-call]
     assert group is not None
     return group
 
@@ -153,9 +168,13 @@ def _group_of_one() -> dist.ProcessGroup:
 
     FSDP over one rank copies instead of communicating; a sum over one rank is its input.
     """
-    # Created by this rank only: otherwise all others would take part in a split of NCCL's communicator.
+    # Created by this rank only: otherwise all others would take part in a split of NCCL's communicator. Its name then
+    # depends on the rank, but for fake ranks.
     group: dist.ProcessGroup | None = dist.new_group(
-        [dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="mesh_of_one"
+        [dist.get_rank()],
+        backend="fake",
+        use_local_synchronization=dist.get_backend() != "fake",
+        group_desc="mesh_of_one",
     )
     assert group is not None
     return group

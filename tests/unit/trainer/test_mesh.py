@@ -49,6 +49,18 @@ def test_an_axis_is_the_same_object_each_time(meshes):
     assert meshes["tp"] is meshes["tp"]
 
 
+@pytest.mark.parametrize("dims", [DIMS, MeshShape(pp=4, dp_shard=4, ep=2, tp=2), MeshShape(pp=2, tp=2)])
+def test_communicators_are_called_the_same_on_every_fake_rank(dims):
+    """An estimate runs code that it compiled for one pipeline rank on others: groups' names are in it."""
+    named = []
+    for rank in range(0, dims.world_size, 3):
+        with fake_ranks(dims.world_size, rank=rank):
+            meshes = make_meshes(dims, "cpu")
+            grids = [grid for grid in (meshes.parameters, meshes.data, meshes.experts) if grid is not None]
+            named.append([grid[name].get_group().group_name for grid in grids for name in grid.mesh_dim_names])
+    assert len(named) > 1 and all(names == named[0] for names in named)
+
+
 @pytest.mark.parametrize(
     ("degrees", "users"),
     [

@@ -29,10 +29,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._guards import TracingContext
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
-import trainer.parallel.expert_parallel
 from converters.errors import TitanError
 from titan_tools.memory.trace.async_tensor import trace_async_tp
 from titan_tools.memory.trace.coverage import NotTraceable, chain
@@ -40,7 +38,6 @@ from titan_tools.memory.trace.inductor_code import FILE_NAME, describe_gpu, run_
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Config
-from trainer.parallel.expert_parallel import Exchange
 
 _captures: ContextVar[Iterator[int] | None] = ContextVar("captures", default=None)  # numbers of the next captures
 _COMPILER_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -67,7 +64,6 @@ def trace_compiled_code(config: Config, kernels: Kernels, recorder: Recorder) ->
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(patch.object(torch._functorch.partitioners, "functionalize_rng_ops", _keep_rng_ops))
-        stack.enter_context(patch.object(trainer.parallel.expert_parallel, "Exchange", _SharedExchange))
         for name in _SILENCED_LOGGERS:
             stack.enter_context(patch.object(logging.getLogger(name), "disabled", True))
         if config.compile.backend == "inductor":
@@ -95,14 +91,6 @@ def share_compiled_code(config: Config) -> Iterator[None]:
     finally:
         _captures.reset(token)
         torch._dynamo.reset()
-
-
-class _SharedExchange(Exchange):
-    """Without its group's name, which is compiled into a layer and differs by pipeline rank: fake rows are not sent."""
-
-    def __init__(self, group: ProcessGroup, *, imbalance: float | None = None):
-        super().__init__(group, imbalance=imbalance)
-        self.group_name = "ep"
 
 
 @contextmanager

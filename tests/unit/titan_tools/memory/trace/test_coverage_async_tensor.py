@@ -16,7 +16,8 @@ from converters.sizes import MIB
 from tests.dist.training import Layout, args_of
 from tests.real_memory import _calls
 from titan_tools.memory.command import estimate_from_command_line
-from titan_tools.memory.expand.ranks import trace_rank
+from titan_tools.memory.estimate import sharing_compiled_code
+from titan_tools.memory.expand.ranks import kinds_of_ranks, trace_rank, traced_kinds
 from titan_tools.memory.report import gib
 from titan_tools.memory.trace import async_tensor
 from titan_tools.memory.trace.async_tensor import BACKEND_STREAM, SYMMETRIC_GRANULE, fused_products, trace_async_tp
@@ -179,3 +180,25 @@ def test_symmetric_memory_is_reported_in_addition_to_reserved_memory(capsys):
         communicators = 3  # of all ranks, of FSDP and of TP
         assert symmetric == pytest.approx([0.5 + communicators * 0.2 + own, 0.5 + communicators * 1.0 + own], abs=0.01)
         assert each["verdicts"]["h100-80"]["needed_gib"] == rank["nvidia_smi_gib"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "pp"), [("1F1B", 2), ("Interleaved1F1B", 2), ("1F1B", 3)])
+def test_pipeline_ranks_share_compiled_code_and_are_traced_as_each_alone(schedule, pp):
+    config = job()
+    parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=pp,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_microbatch_size=1,
+    )
+    config = replace(config, parallelism=parallelism)
+    args = replace(ARGS, num_layers=2 * pp)
+    made, kernels = Job.of(config, args, resolve(parallelism, TP * pp)), gpu_kernels(GPUS["h100-80"])
+    kinds = kinds_of_ranks(made)
+    assert len(kinds) == pp
+    with sharing_compiled_code(config):
+        shared = dict(traced_kinds(made, kinds, kernels=kernels))
+    alone = dict(pair for kind in kinds for pair in traced_kinds(made, [kind], kernels=kernels))
+    assert shared == alone
+    assert all(trace.symmetric_bytes == SYMMETRIC_GRANULE for trace in shared.values())
