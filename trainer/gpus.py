@@ -1,5 +1,6 @@
 """GPU types: data-sheet numbers by device name, and the types that a memory estimate is made for. Torch-free."""
 
+import re
 from dataclasses import dataclass
 
 HOPPER = 90  # compute capability, times ten
@@ -49,8 +50,8 @@ def data_sheet(device_name: str) -> DataSheet:
 class Gpu:
     """A GPU type to estimate memory for.
 
-    `usable_gib`: torch.cuda's total memory; `sm`: its compute capability, times ten; `cublas_mib`: workspace of one
-    thread's cuBLAS handle.
+    `usable_gib`: torch.cuda's total memory; `sm`: its compute capability, times ten, for AMD's GPUs that of the nearest
+    features; `cublas_mib`: workspace of one thread's cuBLAS handle.
     """
 
     name: str
@@ -58,17 +59,59 @@ class Gpu:
     sm: int
     cublas_mib: float
 
+    @property
+    def is_amd(self) -> bool:
+        """Whether CUDA's allocator and kernels stand for ROCm's."""
+        return self.name.startswith("mi")
 
-# usable_gib: H100-96 and A100 from torchtitan's logs (its "CUDA capacity" line); the others as torch.cuda reports them.
-# cublas_mib: torch's default workspace (2.11 to 2.13): 32 MiB on sm90 and later, before that 2·4096 + 8·16 KiB.
+
+_SMALL, _LARGE = 8.125, 32  # torch's default workspaces (2.11 to 2.13): 2·4096 + 8·16 KiB, and from sm90 on 32 MiB
+# usable_gib: H100-96, A100-80 and GB300 from torchtitan's logs (its "CUDA capacity" line); H100-80, H200 and B200 as
+# torch.cuda reports them; the others as torch's out-of-memory messages print it ("GPU 0 has a total capacity of"), the
+# lowest of what public reports show: it varies by up to 0.3 GiB with the driver. A MI250X is two devices to torch.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-80", 79.15, 80, 8.125),
-        Gpu("h100-80", 79.11, HOPPER, 32),
-        Gpu("h100-96", 95.04, HOPPER, 32),
-        Gpu("h200", 139.8, HOPPER, 32),
-        Gpu("b200", 178.3, 100, 32),
+        Gpu("a100-80", 79.15, 80, _SMALL),
+        Gpu("h100-80", 79.11, HOPPER, _LARGE),
+        Gpu("h100-96", 95.04, HOPPER, _LARGE),
+        Gpu("h200", 139.8, HOPPER, _LARGE),
+        Gpu("b200", 178.3, 100, _LARGE),
+        Gpu("a100-40", 39.39, 80, _SMALL),
+        Gpu("h20", 95.0, HOPPER, _LARGE),
+        Gpu("gh200-96", 94.5, HOPPER, _LARGE),
+        Gpu("b300", 267.69, 103, _LARGE),
+        Gpu("gb200", 184.31, 100, _LARGE),
+        Gpu("gb300", 276.5, 103, _LARGE),
+        Gpu("v100-16", 15.77, 70, _SMALL),
+        Gpu("v100-32", 31.73, 70, _SMALL),
+        Gpu("a10", 22.05, 86, _SMALL),
+        Gpu("l4", 22.03, 89, _SMALL),
+        Gpu("l40s", 44.39, 89, _SMALL),
+        Gpu("a6000", 47.4, 86, _SMALL),
+        Gpu("rtx3090", 23.57, 86, _SMALL),
+        Gpu("rtx4090", 23.61, 89, _SMALL),
+        Gpu("rtx5090", 31.36, 120, _LARGE),
+        Gpu("rtxpro6000", 94.96, 120, _LARGE),
+        Gpu("mi250x", 63.98, 80, _LARGE),
+        Gpu("mi300x", 191.69, 94, _LARGE),
+        Gpu("mi325x", 255.69, 94, _LARGE),
+        Gpu("mi355x", 287.98, 95, _LARGE),
     )
 }
 DEFAULT_GPU = GPUS["h100-80"]
+JUDGED = tuple(GPUS.values())[:5]
+"""The types that an estimate has a verdict on where none is named."""
+_NOISE = re.compile(r"nvidia|amd|geforce|instinct|tesla|quadro|rtx|sxm\d?|pcie|oam|hbm\d?e?|(?<=\d) ?gb|[^a-z0-9]")
+
+
+def gpus_called(text: str) -> list[Gpu]:
+    """The types of that name, as people write it: `A100-SXM4-80GB`, `RTX 4090`, `h100` (of which there are several)."""
+    name = _squeezed(text)
+    if exact := [gpu for gpu in GPUS.values() if _squeezed(gpu.name) == name]:
+        return exact
+    return [gpu for gpu in GPUS.values() if "-" in gpu.name and _squeezed(gpu.name.split("-")[0]) == name]
+
+
+def _squeezed(name: str) -> str:
+    return _NOISE.sub("", name.strip().lower())

@@ -20,7 +20,8 @@ def estimate_memory(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE", help="h100-80, h100-96, h200, a100-80 (or a100), b200, or usable GiB: judge only this one."
+            metavar="TYPE",
+            help="Judge only this one: h100-80, a100-40, b300, mi300x, rtx4090, … (docs/memory.md), or usable GiB.",
         ),
     ] = None,
     allocator: Annotated[

@@ -15,7 +15,7 @@ from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.trace.coverage import NotTraceable, trace_gaps
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.gpus import DEFAULT_GPU, GPUS, Gpu
+from trainer.gpus import DEFAULT_GPU, GPUS, Gpu, gpus_called
 from trainer.job import Job, resolve_job
 from trainer.parallel.float8 import capability_needed, is_float8
 
@@ -91,26 +91,27 @@ def estimate_from_command_line(
 
 def find_gpu(text: str) -> Gpu:
     """The GPU type of that name, or one of that many usable GiB (kernels as on the default one). Raises ConfigError."""
-    name = text.strip().lower()
-    alike = [gpu for gpu in GPUS if name.removesuffix("gb") in (gpu, gpu.split("-")[0])]
+    alike = gpus_called(text)
     if len(alike) == 1:
-        return GPUS[alike[0]]
+        return alike[0]
     if alike:
+        names = [gpu.name for gpu in alike]
         raise ConfigError(
             f"--gpu {text!r} is the name of several types",
-            hint=f"types: {', '.join(alike)}",
-            tries=[f"--gpu {gpu}" for gpu in alike],
+            hint=f"types: {', '.join(names)}",
+            tries=[f"--gpu {name}" for name in names],
         )
+    name = text.strip().lower()
     try:
         usable = float(name.removesuffix("gib"))
     except ValueError:
         usable = 0.0
     if not 0 < usable < 10_000:
-        closest = next(iter(get_close_matches(name, GPUS, 1, cutoff=0.3)), DEFAULT_GPU.name)
+        closest = get_close_matches(name, GPUS, 1, cutoff=0.6)
         raise ConfigError(
             f"--gpu {text!r} is neither a GPU type nor a number of GiB",
-            hint=f"types: {', '.join(GPUS)}",
-            tries=[f"--gpu {closest}", "--gpu 47.5"],
+            hint=f"types: {', '.join(GPUS)}; for another one give its total_memory in GiB, as torch.cuda reports it",
+            tries=[*(f"--gpu {name}" for name in closest), "--gpu 47.5"],
         )
     return Gpu(f"{usable:g} GiB", usable, DEFAULT_GPU.sm, DEFAULT_GPU.cublas_mib)
 

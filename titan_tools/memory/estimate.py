@@ -21,7 +21,7 @@ from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
 from titan_tools.memory.two_processes import run_in_child
 from titan_tools.memory.verdict import Verdict, assumptions_of, judge, nvidia_smi_gib
 from trainer.config.sections import Config
-from trainer.gpus import DEFAULT_GPU, GPUS, Gpu
+from trainer.gpus import DEFAULT_GPU, JUDGED, Gpu
 from trainer.job import Job
 from trainer.mesh import communicators
 from trainer.parallel.tied import has_group_of_ends
@@ -100,7 +100,7 @@ class Estimate:
 
 
 def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: float = JUDGED_IMBALANCE) -> Estimate:
-    """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on all types.
+    """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on the usual ones.
 
     `imbalance`: the rows that experts of the fullest rank receive over the mean of all ranks, in the verdicts.
     """
@@ -148,7 +148,7 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
             allocator=allocator,
             num_communicators=num_fullest,
         )
-        for candidate in ([gpu] if gpu else GPUS.values())
+        for candidate in ([gpu] if gpu else JUDGED)
     ]
     has_symmetric_memory = fullest.trace.symmetric_bytes > 0
     return Estimate(

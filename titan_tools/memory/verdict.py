@@ -95,6 +95,11 @@ def assumptions_of(
         f" {low:g} to {high:g} GiB for each NCCL communicator, of which the fullest rank has {num_communicators}",
         f"cuBLAS workspaces of {gpu.cublas_mib:g} MiB each for forward and backward",
     ]
+    if gpu.is_amd:
+        lines.append(
+            f"{gpu.name}: ROCm's allocator, attention and hipBLAS workspaces are estimated as CUDA's, without a"
+            " comparison with a run on AMD's GPUs"
+        )
     if has_symmetric_memory:
         lines.append(
             "asynchronous tensor parallelism: symmetric memory of torch's own CUDA backend (TORCH_SYMMMEM not set), and"

@@ -27,6 +27,7 @@ from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
+from titan_tools.memory.verdict import assumptions_of
 from trainer.config.load import load_config
 from trainer.gpus import GPUS
 from trainer.job import resolve_job
@@ -400,12 +401,42 @@ def test_an_open_number_of_ranks_is_the_one_that_config_check_takes(titan):
     assert "fine on 2 ranks" in titan("config", "check", "llama3_1b", *words)[1]
 
 
-def test_short_names_of_gpus():
-    assert find_gpu("a100") is find_gpu("A100-80GB") is GPUS["a100-80"] and find_gpu("H200") is GPUS["h200"]
-    with pytest.raises(ConfigError, match="'h100' is the name of several types") as error:
-        find_gpu("h100")
-    assert error.value.tries == ("--gpu h100-80", "--gpu h100-96")
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("a100-80", ["a100-80", "A100-80GB", "NVIDIA A100-SXM4-80GB", "A100 80GB PCIe"]),
+        ("h200", ["H200", "NVIDIA H200"]),
+        ("rtx4090", ["rtx4090", "4090", "NVIDIA GeForce RTX 4090"]),
+        ("a6000", ["a6000", "RTX A6000", "rtx_a6000"]),
+        ("mi300x", ["mi300x", "AMD Instinct MI300X"]),
+        ("gb300", ["GB300", "gb300"]),
+        ("gh200-96", ["gh200"]),
+    ],
+)
+def test_names_of_gpus_as_people_write_them(name, texts):
+    assert [find_gpu(text) for text in texts] == [GPUS[name]] * len(texts)
+
+
+@pytest.mark.parametrize(("text", "types"), [("h100", ("h100-80", "h100-96")), ("A100", ("a100-80", "a100-40"))])
+def test_a_name_of_several_gpus_is_refused_with_each(text, types):
+    with pytest.raises(ConfigError, match="is the name of several types") as error:
+        find_gpu(text)
+    assert error.value.tries == tuple(f"--gpu {name}" for name in types)
+
+
+def test_a_gpu_may_be_given_by_its_memory_and_an_unknown_one_is_refused():
     assert find_gpu("80").usable_gib == 80
+    with pytest.raises(ConfigError, match="neither a GPU type nor") as error:
+        find_gpu("tpu-v5p")
+    assert "total_memory" in error.value.hint and error.value.tries == ("--gpu 47.5",)
+
+
+def test_every_gpu_is_found_by_its_own_name_and_verdicts_of_amds_say_what_stands_for_them():
+    assert [find_gpu(name) for name in GPUS] == [*GPUS.values()]
+    lines = assumptions_of(GPUS["mi300x"], "classic", num_communicators=1, uses_cp=False, has_symmetric_memory=False)
+    assert any("ROCm's allocator" in line for line in lines)
+    lines = assumptions_of(GPUS["h200"], "classic", num_communicators=1, uses_cp=False, has_symmetric_memory=False)
+    assert not any("ROCm" in line for line in lines)
 
 
 def test_all_problems_are_reported_at_once_with_near_choices(titan):
@@ -423,7 +454,7 @@ def test_fixed_degrees_name_the_one_world_size_that_fits():
     assert caught.value.tries == ("--world-size 8",)
 
 
-@pytest.mark.parametrize("gpu", ["a10", "-5", "0", "nan", "inf", ""])
+@pytest.mark.parametrize("gpu", ["tpu", "-5", "0", "nan", "inf", ""])
 def test_an_unknown_gpu_is_an_error(gpu):
     with pytest.raises(ConfigError, match="neither a GPU type nor a number"):
         estimate_from_command_line("llama3_8b", [], world_size=8, gpu_text=gpu, as_json=False)
