@@ -14,7 +14,7 @@ from converters.errors import ConfigError, list_offenders
 from converters.families.registry import all_families
 from trainer.config.command_line import read_overrides
 from trainer.config.custom_import import import_custom
-from trainer.config.preset import find_preset, preset_names
+from trainer.config.preset import find_preset
 from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_VALUES
 from trainer.config.renamed import GONE, READ_AS_RENAMED, RENAMED, RENAMED_VALUES
 from trainer.config.sections import SECTION, Config
@@ -72,23 +72,11 @@ def by_section(config: Config) -> dict[str, Any]:
 
 
 def _read(source: Path | str) -> dict[str, Setting]:
-    path = Path(source)
-    if path.is_file():
-        return read_toml(path)
-    preset = find_preset(str(source))
-    if preset:
+    if preset := None if Path(source).is_file() else find_preset(str(source)):
         return read_toml(preset, shown_as=f"preset {source}")
-    if path.exists():
-        return read_toml(path)  # raises for a folder or a device
     if str(source).startswith("--"):
         raise ConfigError(f"the config comes before the overrides, but {source!r} came first")
-    presets = preset_names()
-    near = difflib.get_close_matches(path.stem, presets, n=2)
-    raise ConfigError(
-        f"{source}: no such config file or preset",
-        hint=f"presets: {', '.join(presets)}",
-        tries=[f"titan config show {name}" for name in near],
-    )
+    return read_toml(Path(source))
 
 
 @cache
@@ -155,13 +143,41 @@ def _unknown_key(key: str) -> str:
     if extension := _extension(key):
         return extension
     known = [*_kinds(), *REFUSED]
-    last = key.rpartition(".")[2]
+    section, _, last = key.rpartition(".")
+    if key in _sections():
+        return f"that is a section; its keys: {', '.join(name for name in _kinds() if name.rpartition('.')[0] == key)}"
+    if key in _SHORT:
+        return f"no such key; did you mean `{_SHORT[key]}`?"
     same_name = [name for name in known if name.rpartition(".")[2] == last]
+    if section == "model" and not same_name:
+        of_model = {name.rpartition(".")[2]: name for name in known if name.startswith("model.")}
+        near = [of_model[name] for name in difflib.get_close_matches(last, of_model, n=1, cutoff=0.7)]
+        return f"no such key; did you mean `{near[0]}`?" if near else _NUMBERS_OF_MODEL
     near = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     if not near:  # the section differs more than the name
         last_names = {name.rpartition(".")[2]: name for name in reversed(known)}
         near = [last_names[name] for name in difflib.get_close_matches(last, last_names, n=1, cutoff=0.7)]
-    return f"no such key; did you mean `{near[0]}`?" if near else "no such key"
+    if near:
+        return f"no such key; did you mean `{near[0]}`?"
+    if not section:
+        return "no such option, and no such key: keys are `--section.key`, and `titan config show` lists them"
+    return "no such key; `titan config show` lists them"
+
+
+_NUMBERS_OF_MODEL = (
+    "no such key: a model's numbers come from its flavor; `titan models` lists the flavors for model.flavor, and a"
+    " module in experimental.custom_import registers others"
+)
+_SHORT = {
+    "tp": "parallelism.tensor_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "ep": "parallelism.expert_parallel_degree",
+    "dp": "parallelism.data_parallel_shard_degree",
+    "fsdp": "parallelism.data_parallel_shard_degree",
+    "ac": "activation_checkpoint.mode",
+    "batch_size": "training.local_batch_size",
+}
 
 
 def _extension(key: str) -> str:

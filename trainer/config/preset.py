@@ -1,6 +1,7 @@
 """The presets: config files that come with titan, found by name."""
 
 import difflib
+import tomllib
 from pathlib import Path
 
 from converters.errors import ConfigError
@@ -15,6 +16,12 @@ def preset_names() -> list[str]:
 def find_preset(name: str) -> Path | None:
     """The preset's file; None for an unknown name."""
     return _FOLDER / f"{name}.toml" if name in preset_names() else None
+
+
+def preset_models() -> dict[str, tuple[str, str]]:
+    """Family and flavor of each preset."""
+    models = {name: tomllib.loads((_FOLDER / f"{name}.toml").read_text("utf-8"))["model"] for name in preset_names()}
+    return {name: (model["name"], model["flavor"]) for name, model in models.items()}
 
 
 def write_preset(name: str, out: Path) -> None:

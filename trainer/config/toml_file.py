@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConfigError
+from trainer.config.not_a_config import not_a_config
 
 _MOST_BYTES = 1 << 20  # a config is a page of text; more is some other file
 _HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
@@ -37,9 +38,9 @@ def read_toml(path: Path, *, shown_as: str | None = None) -> dict[str, Setting]:
 
 
 def read_text(path: Path) -> str:
-    """The file as text with plain newlines. Raises ConfigError where it is none."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a config file", tries=_toml_files_in(path))
+    """The file as text with plain newlines. Raises ConfigError where it is none, or something else than a config."""
+    if error := not_a_config(str(path)):
+        raise error
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -53,10 +54,6 @@ def read_text(path: Path) -> str:
         line = data[: error.start].count(b"\n") + 1
         hint = "it looks like UTF-16; save it as UTF-8" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
         raise ConfigError(f"{path}:{line}: byte {error.start} is not UTF-8, so this is not TOML", hint=hint) from None
-
-
-def _toml_files_in(folder: Path) -> list[str]:
-    return [str(path) for path in sorted(folder.glob("*.toml"))[:3]]
 
 
 def _told_with_position(shown: str, message: str, text: str) -> str:

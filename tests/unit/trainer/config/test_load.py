@@ -143,6 +143,12 @@ def test_one_wrong_thing_is_named_with_its_place(tmp_path, text, output):
         (["--checkpoint.enable=maybe"], "must be true or false"),
         (["5"], "'5' is not an option"),
         (["--training.no_steps"], "no such key"),
+        (["--fit"], "--fit: no such option, and no such key: keys are `--section.key`"),
+        (["--compile"], "--compile: that is a section; its keys: compile.enable, "),
+        (["--tp", "2"], "did you mean `parallelism.tensor_parallel_degree`?"),
+        (["--model.n_layers", "3"], "a model's numbers come from its flavor"),
+        (["--model.hidden_size=3"], "a model's numbers come from its flavor"),
+        (["--model.flavour=8B"], "did you mean `model.flavor`?"),
         (["--parallelism.module_fqns_per_model_part", "[[1"], "must be a list"),
     ],
 )
