@@ -58,7 +58,8 @@ def test_a_product_is_near_that_of_the_values(rows, shape):
     choose_products(weight, torch.bfloat16)
     x = torch.randn(rows, shape[1], device=GPU).bfloat16()
     exact = x.float() @ dequantize(codes, scales, dtype=torch.float32).to(GPU).t()
-    assert (F.linear(x, weight).float() - exact).norm() < allowed() * exact.norm()
+    limit = 0.01 if rows == 1 else allowed()  # one row is multiplied by values
+    assert (F.linear(x, weight).float() - exact).norm() < limit * exact.norm()
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (128, 512), (160, 256)])
@@ -72,13 +73,14 @@ def test_experts_products_are_near_those_of_the_values(shape):
     values = torch.stack([dequantize(*one, dtype=torch.float32) for one in parts]).to(GPU)
     exact = torch.einsum("tk,tcnk->tcn", x.float(), values[ids_TK]).flatten(0, 1)
     sorted_products = rows.of_tokens(experts.multiply(rows.of_experts(x), rows))
+    experts.multiply_chosen(x.repeat_interleave(2, 0), ids_TK.flatten())  # compiles
     torch.cuda.set_sync_debug_mode("error")  # part of a recorded step
     try:
         chosen_products = experts.multiply_chosen(x.repeat_interleave(2, 0), ids_TK.flatten())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for found in (sorted_products, chosen_products):
-        assert (found.float() - exact).norm() < allowed() * exact.norm()
+    assert (sorted_products.float() - exact).norm() < allowed() * exact.norm()
+    assert (chosen_products.float() - exact).norm() < 0.01 * exact.norm()  # of values
 
 
 def test_latents_say_the_same_on_a_gpu(folder):

@@ -1,9 +1,10 @@
 """Weights that stay in memory as a checkpoint stores them: float8 codes, with one scale for each block.
 
 A value is float32(code) · scale of its block, rounded to bfloat16, as where the checkpoint is dequantized while it is
-read; so the logits are the same but for the order of sums. A product makes the values of some rows at a time. GPUs that
-multiply such blocks (NVIDIA's Hopper) multiply the codes themselves: there activations are rounded to float8 too, with
-one scale for each 128 features of a token, as in DeepSeek's own code.
+read; so the logits are the same but for the order of sums. A product makes the values of some rows at a time. On a GPU
+the product of one row, or of rows with an expert each, is a compiled kernel that makes values in registers. Products of
+more rows on GPUs that multiply such blocks (NVIDIA's Hopper) are of the codes themselves: there activations are rounded
+to float8 too, with one scale for each 128 features of a token, as in DeepSeek's own code.
 
 Shape letters: B rows of activations, K input features, N output features, E experts, R rows with their expert's id;
 n and k: blocks of output and input features that hold a slice's; X zero or more dims.
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from converters.catalog import Box
 from converters.fp8 import LARGEST, decode
 from converters.stored_blocks import CODES_OF, SCALES_OF
+from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from titan_tools.infer.model.reading import Joined
 from trainer.checkpoints.arrays import as_tensor
+from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.cpu_products import multiplies
 
 _VALUES = torch.bfloat16  # what published values were quantized from
@@ -31,6 +34,8 @@ _SMALLEST = 1e-12  # lower bound of the largest of 128 features, against a divis
 # What cuBLAS takes: a multiple of these rows of activations, and of these blocks along K, which need not be filled
 _ROWS_MULTIPLE = _BLOCKS_MULTIPLE = 4
 _GATHERED_ELEMENTS = 1 << 25  # of chosen experts' weights copied at once
+_Block = tuple[int, int]
+_Products = Callable[[Tensor, Tensor, Tensor, Tensor | None, _Block, _Block], Tensor]
 Reads = Iterator[tuple[Joined, Callable[[Tensor], None]]]
 
 
@@ -41,7 +46,7 @@ class Fp8Slice(nn.Module):
     scales: Tensor  # [..., n, k]
     multiplies_codes = False  # else products are of the values
 
-    def __init__(self, block: tuple[int, int], start: tuple[int, int]):
+    def __init__(self, block: _Block, start: _Block):
         super().__init__()
         self.block, self.start = block, start
         self.register_buffer("codes", None)
@@ -81,7 +86,7 @@ class Fp8Slice(nn.Module):
         return as_tensor(decode(codes, scales, self.block, start=start, dtype="bfloat16"), "bfloat16")
 
 
-def block_values(codes: Tensor, scales: Tensor, block: tuple[int, int], start: tuple[int, int]) -> Tensor:
+def block_values(codes: Tensor, scales: Tensor, block: _Block, start: _Block) -> Tensor:
     """The values of codes [..., N, K] whose blocks' scales are [..., n, k], in bfloat16."""
     for dim, size, first in zip((-2, -1), block, start, strict=True):
         at = (torch.arange(codes.shape[dim], device=codes.device) + first) // size
@@ -94,6 +99,9 @@ def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
     num_rows, num_features = weight.codes.shape
     if torch.compiler.is_compiling():  # it makes values in registers
         yield F.linear(x_BK, weight.values(slice(0, num_rows)).to(x_BK.dtype))
+        return
+    if len(x_BK) == 1 and has_products(x_BK.device):
+        yield _compiled_products()(x_BK, weight.codes, weight.scales, None, weight.block, weight.start)
         return
     if weight.multiplies_codes:
         yield block_product(x_BK, weight.codes, weight.scales)
@@ -109,28 +117,70 @@ def _products(x_BK: Tensor, weight: Fp8Slice) -> Iterator[Tensor]:
 
 
 def chosen_products(x_RK: Tensor, weight: Fp8Slice, ids_R: Tensor) -> Tensor:
-    """The product of each row with the expert of its id, [R, N], whose codes or values are copied for it.
+    """The product of each row with the expert of its id, [R, N]: the same operations whatever the ids are."""
+    numbers = weight.codes, weight.scales, ids_R, weight.block, weight.start
+    if torch.compiler.is_compiling():
+        return values_products(x_RK, *numbers)
+    products = _compiled_products() if x_RK.is_cuda else _gathered_products
+    return products(x_RK, *numbers)
 
-    The same operations whatever the ids are, and nothing waits for them.
+
+def values_products(
+    x_RK: Tensor, codes: Tensor, scales: Tensor, ids_R: Tensor | None, block: _Block, start: _Block
+) -> Tensor:
+    """Written for torch's compiler, which makes one kernel of it: values are made in registers, sums are in float32.
+
+    Of rows with the experts of their ids; without ids of one row with a matrix.
     """
-    if weight.multiplies_codes and not torch.compiler.is_compiling():
-        codes_R4K, scales_R4k = _to_float8(x_RK.unsqueeze(1))
-        parts = []
-        for row, id_1 in enumerate(torch.split(ids_R, 1)):
-            codes_1NK, scales_1nk = _chosen(weight, id_1)
-            parts.append(_multiply(codes_R4K[row], scales_R4k[row], codes_1NK[0], scales_1nk[0])[:1])
-        return torch.cat(parts)
-    step = max(1, _GATHERED_ELEMENTS // max(weight.codes[0].numel(), 1))
+    if ids_R is not None:
+        codes, scales = codes[ids_R], scales[ids_R]
+    values = block_values(codes, scales, block, start)
+    return (values.float() * x_RK.float().unsqueeze(-2)).sum(dim=-1).to(x_RK.dtype)
+
+
+def _gathered_products(
+    x_RK: Tensor, codes: Tensor, scales: Tensor, ids_R: Tensor | None, block: _Block, start: _Block
+) -> Tensor:
+    """Without a compiler: the values of the chosen weights, a few rows at a time."""
+    assert ids_R is not None, "one matrix is multiplied in blocks of rows"
+    step = max(1, _GATHERED_ELEMENTS // max(codes[0].numel(), 1))
     parts = []
-    for start in range(0, len(x_RK), step):
-        rows = slice(start, start + step)
-        values_RNK = block_values(*_chosen(weight, ids_R[rows]), weight.block, weight.start).to(x_RK.dtype)
+    for first in range(0, len(x_RK), step):
+        rows = slice(first, first + step)
+        values_RNK = block_values(codes[ids_R[rows]], scales[ids_R[rows]], block, start).to(x_RK.dtype)
         parts.append(torch.bmm(x_RK[rows, None], values_RNK.transpose(1, 2))[:, 0])
     return torch.cat(parts)
 
 
-def _chosen(weight: Fp8Slice, ids_R: Tensor) -> tuple[Tensor, Tensor]:
-    return weight.codes[ids_R], weight.scales[ids_R]
+@cache
+def _compiled_products() -> _Products:
+    if why_inductor_cannot(torch.device("cuda")):
+        return _gathered_products
+    compiled = compile_all_shapes(values_products)
+    return compiled if products_are_right(compiled, torch.device("cuda")) else _gathered_products
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether products of one row, and of rows with an expert each, multiply codes as they read them."""
+    return device.type == "cuda" and _compiled_products() is not _gathered_products
+
+
+def products_are_right(products: _Products, device: torch.device) -> bool:
+    """Try it on all numbers that codes stand for, in a slice that begins within a block."""
+    finite = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8, device=device)
+    codes = finite[torch.arange(3 * 130 * 140, device=device).mul(37) % len(finite)]
+    codes = codes.view(torch.float8_e4m3fn).view(3, 130, 140)
+    generator = torch.Generator(device).manual_seed(0)
+    scales = 0.5 + torch.rand(3, 2, 2, generator=generator, device=device)
+    x_2K = torch.randn(2, 140, generator=generator, device=device).bfloat16()
+    ids_2, block, start = torch.tensor([2, 0], device=device), (128, 128), (7, 100)
+    values_2NK = block_values(codes, scales, block, start)[ids_2].double()
+    exact_2N = torch.einsum("rk,rnk->rn", x_2K.double(), values_2NK)
+    try:
+        found_2N = products(x_2K, codes, scales, ids_2, block, start).double()
+    except RuntimeError:  # Triton has no float8 on this GPU
+        return False
+    return bool((found_2N - exact_2N).abs().max() < 0.01 * exact_2N.abs().max())  # the result has 8 bits
 
 
 def choose_products(model: nn.Module, dtype: torch.dtype) -> None:
@@ -218,6 +268,6 @@ def fp8_reads(weight: Fp8Slice, fqn: str, box: Box) -> Reads:
     yield Joined(((SCALES_OF + fqn, Box(offsets, sizes)),), torch.float32), partial(setattr, weight, "scales")
 
 
-def fp8_slice(box: Box, block: tuple[int, int]) -> Fp8Slice:
+def fp8_slice(box: Box, block: _Block) -> Fp8Slice:
     """An empty slice for `box`."""
     return Fp8Slice(block, (box.offsets[-2] % block[0], box.offsets[-1] % block[1]))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from converters.stored_blocks import MXFP4
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.fp8_blocks import has_block_products
+from titan_tools.infer.model.fp8_blocks import has_products as has_fp8_products
 from titan_tools.infer.model.linear import BLOCK_ELEMENTS, LinearWeight
 from titan_tools.infer.model.mxfp4_blocks import has_products as has_mxfp4_products
 from trainer.parallel.compile import why_inductor_cannot
@@ -97,7 +98,13 @@ def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int, s
     `rows`: sequences that decode together.
     """
     if how == STORED:
-        if has_mxfp4_products(device) if stored == MXFP4 else dtype == torch.bfloat16 and has_block_products(device):
+        if stored == MXFP4:
+            has_kernel = has_mxfp4_products(device)
+        elif rows == 1:
+            has_kernel = has_fp8_products(device)
+        else:
+            has_kernel = dtype == torch.bfloat16 and has_block_products(device)
+        if has_kernel:
             return None
         return "--quantize stored saves memory, but there is no kernel for it here: each product makes its values first"
     if device.type == "cuda":
