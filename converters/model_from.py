@@ -164,7 +164,7 @@ def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> Mode
         own,
         assets=assets,
         token_ids=read_token_ids(assets, vocab_size=own.args.vocab_size, config=ids),
-        notes=tuple(notes),
+        notes=(*own.notes, *notes),
     )
 
 

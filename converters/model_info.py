@@ -21,6 +21,7 @@ from converters.families.base import (
     args_to_json,
     computed_numbers,
 )
+from converters.families.hf_versions import differences_of_version
 from converters.families.registry import all_families, as_hf_config, get_family, read_hf_config, read_meta_params
 from converters.hf_fields import (
     describe_rewritten,
@@ -55,7 +56,7 @@ class ModelInfo:
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
     stated_mtp_layers: int = field(default=0, compare=False)  # the weights may have fewer
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
-    notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used
+    notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used, and others
     quantization: Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
 
     @property
@@ -114,7 +115,9 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     _check_parameters(family, args, what=str(folder / described_by))
     ids = read_token_ids(assets, vocab_size=args.vocab_size, config=config or untranslated)
     remarks: list[str] = []
+    notes: list[str] = []
     if config:
+        notes = differences_of_version(config, args)
         with _naming_folder(folder):
             untranslated = read_untranslated(config, family, args, ids, carried_ids=read_carried_ids(assets, ids))
             remarks = describe_rewritten(config, family, args, ids)
@@ -130,6 +133,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         stated_dtype=read_stated_dtype(config),
         stated_mtp_layers=config.get("num_nextn_predict_layers", 0) or getattr(args, "num_mtp_layers", 0),
         remarks=tuple(remarks),
+        notes=tuple(notes),
         quantization=quantization,
     )
 

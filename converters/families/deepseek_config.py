@@ -201,6 +201,8 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
         "output_router_logits": False,
         "pretraining_tp": 1,
     }
+    if written["rope_scaling"]:  # by this name, which DeepSeek's own code reads
+        written["rope_scaling"] = {"type": written["rope_scaling"]["rope_type"], **written["rope_scaling"]}
     if is_v2:
         in_groups = args.num_groups > 1
         return written | {"topk_method": _IN_GROUPS if in_groups else _GREEDY, "mlp_bias": False}

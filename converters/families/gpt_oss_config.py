@@ -123,8 +123,12 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
     length = (
         {"initial_context_length": scaling.original_max_position_embeddings} if isinstance(scaling, YarnRope) else {}
     )
+    written = hf_config(args, _CONFIG)
+    if isinstance(scaling, YarnRope):  # published files state it, and vLLM looks it up by name
+        written["rope_scaling"] = written["rope_scaling"] | {"truncate": scaling.truncate}
+        written["rope_parameters"] = written["rope_parameters"] | {"truncate": scaling.truncate}
     return (
-        hf_config(args, _CONFIG)
+        written
         | length
         | {
             "num_local_experts": args.num_experts,

@@ -66,12 +66,15 @@ def read_rope(config: Mapping[str, Any], *, max_positions: int, default_theta: f
 
 
 def rope_parameters(scaling: Scaling) -> dict[str, Any]:
-    """The type and its numbers, without optional ones that have their default."""
-    always = ("factor", "original_max_position_embeddings")
+    """The type and its numbers, defaults too, as published files state them: some readers do not know the defaults.
+
+    vLLM looks up beta_fast and beta_slow of GPT-OSS by name. Left out is what has no number, and a `truncate` that is
+    not false: only GPT-OSS's files state it (gpt_oss_config.py).
+    """
     numbers = {f.name: getattr(scaling, f.name) for f in fields(scaling)}
-    if not isinstance(scaling, RopeScaling):
-        numbers = {f.name: numbers[f.name] for f in fields(scaling) if f.name in always or numbers[f.name] != f.default}
-    return {"rope_type": rope_type(scaling)} | numbers
+    if numbers.get("truncate"):
+        del numbers["truncate"]
+    return {"rope_type": rope_type(scaling)} | {key: value for key, value in numbers.items() if value is not None}
 
 
 def _used_by_transformers_5(config: Mapping[str, Any]) -> Mapping[str, Any]:

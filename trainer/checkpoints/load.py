@@ -119,7 +119,8 @@ def load_weights(
     """
     with open_native(path, otherwise=info, dequantized="float32") as weights:
         refuse_other_form(weights, path, settings)
-        for text in filter(None, (*weights.notes, foreign_remark(weights.catalog, weights.naming, info))):
+        foreign = foreign_remark(weights.catalog, weights.naming, info)
+        for text in filter(None, (*weights.notes, *weights.info.notes, foreign)):
             note(f"{path}: {text}")
         manifest = _manifest_of(weights.catalog.root, group)
         _refuse_damaged_items(weights.catalog, manifest, group)
