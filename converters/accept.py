@@ -32,6 +32,7 @@ from converters.manifest import (
     sum_file,
     write_manifest,
 )
+from converters.models_inside import ROOT
 from converters.names import (
     HF_CONFIG,
     HF_GENERATION_CONFIG,
@@ -51,7 +52,13 @@ _READ_AS_JSON = {
 }  # fmt: skip
 
 
-def accept(path: Path | str, *, model_from: Path | str | None = None, progress: Progress = no_progress) -> VerifyReport:
+def accept(
+    path: Path | str,
+    *,
+    select: str | None = None,
+    model_from: Path | str | None = None,
+    progress: Progress = no_progress,
+) -> VerifyReport:
     """Check a folder without its manifest, compare it with the manifest, and replace the manifest by one rename.
 
     Where a check fails the report says so and the manifest is not changed. Raises CheckpointError where there is no
@@ -70,8 +77,9 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
             tries=[f"titan verify {path}"],
         )
     before = _states(folder)
+    old, unreadable = _read_old(folder)
     try:
-        catalog = open_checkpoint(folder, against_manifest=False)
+        catalog = open_checkpoint(folder, select=select or (ROOT if old.selected else None), against_manifest=False)
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line)
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message, hints),), 0, 0, {})
@@ -95,7 +103,6 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
             tensors[fqn] = TensorSum(info.dtype, info.shape, digest, dtype, shape)
             non_finite |= {fqn: count} if count else {}
     sums = dict(zip(before, in_threads([partial(sum_file, folder / name) for name in before]), strict=True))
-    old, unreadable = _read_old(folder)
     if unreadable:
         changes = Changes({}, {}, len(tensors), unreadable)
         checks.append(Check("manifest", "warning", "nothing could be compared with the old one", (unreadable,)))
@@ -109,7 +116,7 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
         )
     if changes.files or changes.tensors or unreadable:
         fsync_folder(folder)  # the files are on the disk before the manifest is
-        write_manifest(folder, tensors=tensors, files=sums, accepted=True)
+        write_manifest(folder, tensors=tensors, files=sums, accepted=True, selected=old.selected)
         fsync(folder)
     return _report(path, catalog, checks, non_finite, changes)
 

@@ -52,6 +52,7 @@ def convert(
     mtp: str = "drop",
     keep_extra: bool | None = None,
     trained_by: str | None = None,
+    select: str | None = None,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
@@ -78,6 +79,7 @@ def convert(
         mtp: `"drop"` or `"keep"` layers for multi-token prediction.
         keep_extra: keep what a multimodal checkpoint has beside its text model; None: if the source has titan's names.
         trained_by: for a DCP of torchtitan: `"torchtitan-0.2.2"`, `"torchtitan-0.2.2-yarn"` or `"titan"`.
+        select: the model, where `src` holds several, such as `"policy"`.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
         workers: copying threads.
@@ -105,6 +107,7 @@ def convert(
             quantize=quantize,
             scales_from=None if scales_from is None else Path(scales_from),
         ),
+        select=select,
         model_from=model_from,
         mtp=mtp,
         keep_extra=keep_extra,
@@ -130,6 +133,7 @@ def reshard(
     dtype: str | None = None,
     optimizer_dtype: str | None = None,
     drop: Sequence[str] = (),
+    select: str | None = None,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     workers: int = DEFAULT_WORKERS,
@@ -157,6 +161,7 @@ def reshard(
         dtype=dtype,
         optimizer_dtype=optimizer_dtype,
         drop=drop,
+        select=select,
         model_from=model_from,
         allow_missing=allow_missing,
         workers=workers,
@@ -167,7 +172,9 @@ def reshard(
     )
 
 
-def verify(path: Path | str, *, quick: bool = False, model_from: Path | str | None = None) -> VerifyReport:
+def verify(
+    path: Path | str, *, quick: bool = False, select: str | None = None, model_from: Path | str | None = None
+) -> VerifyReport:
     """Check a checkpoint: structure, names, shapes, checksums, digests. `quick` reads no tensor.
 
     The report lists each check with its outcome; a checkpoint that cannot be opened is a failed check.
@@ -177,31 +184,39 @@ def verify(path: Path | str, *, quick: bool = False, model_from: Path | str | No
     >>> report.ok, [check.outcome for check in report.checks if check.name == "files"]
     (True, ['ok'])
     """
-    return _verify(path, quick=quick, model_from=model_from)
+    return _verify(path, quick=quick, select=select, model_from=model_from)
 
 
-def diff(a: Path | str, b: Path | str, *, model_from: Path | str | None = None) -> DiffReport:
+def diff(
+    a: Path | str, b: Path | str, *, select: Sequence[str] = (), model_from: Path | str | None = None
+) -> DiffReport:
     """Compare two checkpoints of any formats: structure, dtypes and values, by native parameter names.
+
+    `select`: the model of a checkpoint that holds several; two names are that of `a` and that of `b`.
 
     >>> _ = convert("my-model", "rounded", to="torch", dtype="bfloat16")
     >>> report = diff("my-model", "rounded")
     >>> report.equal, report.first_tensor
     (False, 'tok_embeddings.weight')
     """
-    return _diff(a, b, model_from=model_from)
+    return _diff(a, b, select=select, model_from=model_from)
 
 
-def inspect(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
+def inspect(
+    path: Path | str, *, fold: bool = True, select: str | None = None, model_from: Path | str | None = None
+) -> Inspection:
     """Describe a checkpoint from its headers: model, tensors, sections, values. `fold` groups tensors over layers.
 
     >>> found = inspect("my-model")
     >>> found.container, found.naming, found.model["num_layers"], found.num_parameters
     ('safetensors', 'hf', 2, 42848)
     """
-    return inspect_checkpoint(path, fold=fold, model_from=model_from)
+    return inspect_checkpoint(path, fold=fold, select=select, model_from=model_from)
 
 
-def open_checkpoint(path: Path | str, *, model_from: Path | str | None = None) -> NativeWeights:
+def open_checkpoint(
+    path: Path | str, *, select: str | None = None, model_from: Path | str | None = None
+) -> NativeWeights:
     """Open a checkpoint of any format to read its weights under native names. Use it as a context manager.
 
     Only headers are read here. `tensors` maps names to TensorInfo (dtype, shape); `read` returns a numpy array of a
@@ -211,7 +226,7 @@ def open_checkpoint(path: Path | str, *, model_from: Path | str | None = None) -
     ...     weights.info.family, weights.tensors["norm.weight"].shape, weights.read("norm.weight").sum()
     ('llama3', (32,), np.float32(32.0))
     """
-    return open_native(path, model_from=model_from)
+    return open_native(path, select=select, model_from=model_from)
 
 
 def register_family(family: Family) -> None:

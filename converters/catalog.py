@@ -121,12 +121,21 @@ class Catalog:
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
     stored: dict[str, str] = field(default_factory=dict)  # name → name in the files, where prefixes were removed
+    selected: str | None = (
+        None  # the place of the weights in the state dict, where --select chose one of several models
+    )
+    other_models: tuple[str, ...] = ()  # the places of the others
     manifest: "Manifest | Unread | None" = Unread.UNREAD  # of the folder, None where it has none: manifest.manifest_of
 
     @property
     def place(self) -> Path:
         """The path that errors about its tensors name: the file, or the folder of several."""
         return self.root / self.file
+
+    @property
+    def place_of_selected(self) -> str:
+        """The place of the weights as `--select` names it; "" where the checkpoint holds one model."""
+        return "" if self.selected is None else self.selected or "."
 
     @property
     def tensor_files(self) -> set[str]:
@@ -137,6 +146,9 @@ class Catalog:
     def notes(self) -> list[str]:
         """What a user of the checkpoint should know about how it was opened."""
         removed = [f"names: removed the prefix `{text}` ({number:,} tensors)" for text, number in self.prefixes.items()]
+        if self.selected is not None:
+            others = ", ".join(place or "." for place in self.other_models)
+            removed.append(f"the model is {self.place_of_selected}, as selected; not read as weights: {others}")
         return removed + [f"{name} is not read: {why}" for name, why in self.unread.items()]
 
     @property

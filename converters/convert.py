@@ -49,6 +49,7 @@ class ConvertReport:
     source: str
     destination: str
     source_format: str  # container and naming
+    selected: str  # the place of the model in the source, where that holds several; else ""
     to: str
     model: str
     num_tensors: int
@@ -89,6 +90,7 @@ def convert(
     source: str | None = None,
     dtype: str | None = None,
     options: OutputOptions = OutputOptions(),  # noqa: B008  frozen
+    select: str | None = None,
     model_from: Path | str | None = None,
     workers: int = DEFAULT_WORKERS,
     digests: bool = True,
@@ -106,12 +108,14 @@ def convert(
     """Write the weights of `src` in the format `to` into the folder `dst`, or into that file where the format is one.
 
     `source`: the format that `src` is expected to have; another one is an error that names the right command.
-    `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A `dry_run` stops
-    when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
-    written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
-    `keep_extra`: keep the tensors, files and fields of config.json that a multimodal checkpoint has beside its text
-    model, or take those of `model_from`; None: keep them if the source has native names. `trained_by`: one of
-    trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
+    `select`: the model, where `src` holds several. `options`: what the format lets one choose. `dtype` casts the
+    floating tensors (plan.find_casts). A `dry_run` stops when everything is planned and checked. `resume` continues
+    from what an interrupted run of the same plan has written. Without `digests` the manifest has none. `mtp`:
+    "keep" or "drop" layers for multi-token prediction. `keep_extra`: keep the tensors, files and fields of
+    config.json that a multimodal checkpoint has beside its text model, or take those of `model_from`; None: keep
+    them if the source has native names. `trained_by`: one of trained_by.TRAINED_BY.
+
+    Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
     options = output.completed(options)
@@ -129,7 +133,7 @@ def convert(
         destination.check(options.scales_from, overwrite=overwrite)
     if keep_extra and model_from is not None:  # tensors are read from it, too
         destination.check(Path(model_from), overwrite=overwrite)
-    catalog = open_checkpoint(src)
+    catalog = open_checkpoint(src, select=select)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
     with (
@@ -206,6 +210,7 @@ def convert(
                     digests=digests,
                     quantization=quantization.fingerprint if quantization else "",
                 ),
+                selected=catalog.place_of_selected,
                 encoders=quantization.encoders if quantization else None,
                 scales_from=quantization.known.reader if quantization and quantization.known else None,
                 resume=resume,
@@ -218,6 +223,7 @@ def convert(
         source=str(src),
         destination=str(dst),
         source_format=f"{catalog.container}, {weights.naming} names",
+        selected=catalog.place_of_selected,
         to=to,
         model=f"{weights.info.family}, {weights.info.args.num_layers} layers, dim {weights.info.args.dim}",
         num_tensors=len(plan.target.tensors),

@@ -13,7 +13,7 @@ from converters.compare import Deviation, first_differing_block, measure_gap
 from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, ConfigError
 from converters.execute import Progress, no_progress
 from converters.expressions import HeadRows, Source, Transpose
 from converters.families.base import Naming, computed_numbers
@@ -22,6 +22,7 @@ from converters.fold import number_ranges
 from converters.foreign_view import foreign_view
 from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, describes_model
+from converters.models_inside import SeveralModels
 from converters.namings import fused_with, namings_for
 from converters.open import open_checkpoint
 from converters.view import Ledger, View
@@ -82,15 +83,21 @@ class _Side:
 
 
 def diff(
-    a: Path | str, b: Path | str, *, model_from: Path | str | None = None, progress: Progress = no_progress
+    a: Path | str,
+    b: Path | str,
+    *,
+    select: Sequence[str] = (),
+    model_from: Path | str | None = None,
+    progress: Progress = no_progress,
 ) -> DiffReport:
     """Compare `a` with `b`: structure, dtypes, values; of DCP checkpoints also the other sections.
 
     Where only one describes its model, the other is read as the same; where neither does, names are compared as
     stored. A section such as the optimizer is compared where both have it; else `not_compared` says so.
+    `select`: the model of a checkpoint that holds several; two names are that of `a` and that of `b`.
     """
     with ExitStack() as stack:
-        one, other = _open_both(Path(a), Path(b), model_from, stack)
+        one, other = _open_both(_opened(Path(a), Path(b), select), model_from, stack)
         differences, notes = _model_differences(one.info, other.info)
         not_compared = {}
         sections = [_section_names(side) for side in (one, other)]
@@ -125,8 +132,26 @@ def _leave_out(side: _Side, why: str) -> dict[str, str]:
     return dict.fromkeys((name.partition(".")[0] for name in side.extras), why)
 
 
-def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
-    catalogs = [open_checkpoint(a), open_checkpoint(b)]
+def _opened(a: Path, b: Path, select: Sequence[str]) -> list[Catalog]:
+    """Both catalogs. One name in `select` is of the side that holds several models, or of both."""
+    if len(select) > 2:
+        raise ConfigError("--select: at most two names, the model of A and that of B")
+    if len(select) == 2:
+        return [open_checkpoint(path, select=name) for path, name in zip((a, b), select, strict=True)]
+    catalogs = []
+    for path in (a, b):
+        try:
+            catalogs.append(open_checkpoint(path))
+        except SeveralModels:
+            if not select:
+                raise
+            catalogs.append(open_checkpoint(path, select=select[0]))
+    if select and all(catalog.selected is None for catalog in catalogs):
+        raise ConfigError(f"--select {select[0]}: {a} and {b} hold one model each", hint="leave --select out")
+    return catalogs
+
+
+def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     says = [describes_model(catalog.root) for catalog in catalogs]
     # Where only one describes its model, the other is read as the same
     places = [model_from or (None if said or not any(says) else catalogs[says.index(True)].root) for said in says]

@@ -71,6 +71,7 @@ def execute(
     allow_nonfinite: bool = True,
     encoders: Mapping[str, Encoder] | None = None,
     scales_from: TensorSource | None = None,
+    selected: str = "",
 ) -> Execution:
     """Fill `target` from `source` in a folder that becomes `dst` on success and is removed otherwise.
 
@@ -81,6 +82,7 @@ def execute(
     earlier attempt with the same fingerprint has written, and is kept when an interrupt or a full disk ends it.
     `encoders` quantize tensors of `source` (copy_tensors) with scales that they read from `scales_from`.
     `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
+    `selected`: the model of the source, where that holds several.
     """
     require_room(dst, target, carried)
     plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
@@ -114,7 +116,7 @@ def execute(
                 shape = source.tensors[name].shape
                 other = () if shape == tensors[name].shape else shape
                 tensors[name] = replace(tensors[name], digest_dtype=encoder.digest_dtype, digest_shape=other)
-            write_manifest(made.folder, tensors=tensors, files=files)
+            write_manifest(made.folder, tensors=tensors, files=files, selected=selected)
             for each in (source, scales_from):  # last: nothing is read after this
                 _require_unchanged(each)
     except OSError as error:  # the disk filled up or went away

@@ -41,6 +41,7 @@ class Inspection:
     path: str
     container: str
     naming: str
+    selected: str  # the place of the model, where the checkpoint holds several; else ""
     model: dict[str, Any] | None
     model_problem: str
     quantization: dict[str, Any] | None  # of the weights: scheme, number of weights, bytes of codes and of scales
@@ -61,12 +62,15 @@ class Inspection:
         return {key: value for key, value in asdict(self).items() if key != "parts"}
 
 
-def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
+def inspect_checkpoint(
+    path: Path | str, *, fold: bool = True, select: str | None = None, model_from: Path | str | None = None
+) -> Inspection:
     """Describe a checkpoint of any format. Reads headers and small values, and no tensor but the step.
 
-    `model_from`: a folder that describes the model, where the checkpoint does not.
+    `model_from`: a folder that describes the model, where the checkpoint does not. `select`: the model, where the
+    checkpoint holds several.
     """
-    catalog = open_checkpoint(path)
+    catalog = open_checkpoint(path, select=select)
     weights = model_part(catalog)
     naming, model, problem = "unknown", None, ""
     parts: tuple[str, ...] = ()
@@ -87,6 +91,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         path=str(path),
         container=catalog.container,
         naming=naming,
+        selected=catalog.place_of_selected,
         model=model,
         model_problem=problem,
         quantization=_quantization(catalog, quantized),

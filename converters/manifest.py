@@ -80,11 +80,13 @@ class Manifest:
     """Tensors by FQN, files by their path inside the folder (with `/`).
 
     `accepted`: it was rewritten after a change: it describes what the user accepted, not what titan wrote.
+    `selected`: the place, in the source, of the model that the weights are; "" where the source held one model.
     """
 
     tensors: Mapping[str, TensorSum]
     files: Mapping[str, FileSum]
     accepted: bool = False
+    selected: str = ""
 
 
 def write_manifest(
@@ -93,13 +95,14 @@ def write_manifest(
     tensors: Mapping[str, TensorSum],
     files: Mapping[str, FileSum] | None = None,
     accepted: bool = False,
+    selected: str = "",
 ) -> Manifest:
     """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
     known = dict(files or {})
     found = {name: known.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
     if absent := sorted(known.keys() - found.keys()):
         raise CheckpointError(f"{folder}: files of the manifest are missing:{list_offenders(absent)}")
-    manifest = Manifest(dict(tensors), found, accepted)
+    manifest = Manifest(dict(tensors), found, accepted, selected)
     body = _dump(manifest)
     with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
         temporary.write_bytes(b'{"crc32": %d,\n' % crc32(body) + body)
@@ -134,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     for name in files:
         for part in name.split("/"):
             checked_file_name(part, what=str(path))
-    return Manifest(tensors, files, content.get("accepted") is True)
+    return Manifest(tensors, files, content.get("accepted") is True, str(content.get("selected", "")))
 
 
 def manifest_of(catalog: Catalog) -> Manifest | None:
@@ -173,6 +176,7 @@ def _dump(manifest: Manifest) -> bytes:
     lines = [
         f' "version": {VERSION},',
         *([' "accepted": true,'] if manifest.accepted else []),
+        *([f' "selected": {json.dumps(manifest.selected)},'] if manifest.selected else []),
         ' "tensors": {',
         ",\n".join(tensors),
         " },",

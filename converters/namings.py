@@ -12,11 +12,28 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.rules import Rule
 
+_OF_BASE = "model."  # the attribute of transformers' causal models that is the base model
+
 
 def native_naming(family: Family) -> Naming:
     """The identity naming."""
     some = next(iter(family.namings.values()))
     return Naming("native", tuple(Rule(rule.native, rule.native) for rule in some.rules))
+
+
+def readable_namings(family: Family) -> list[Naming]:
+    """All namings in which weights are read: native ones, foreign ones, and those of transformers' base models."""
+    without = (_without_model(naming) for naming in family.namings.values())
+    return [native_naming(family), *family.namings.values(), *filter(None, without)]
+
+
+def _without_model(naming: Naming) -> Naming | None:
+    """The names of `naming` as transformers' base class saves them (LlamaModel): without `model.`; None without any."""
+    if not any(rule.foreign.startswith(_OF_BASE) for rule in naming.rules):
+        return None
+    rules = (replace(rule, foreign=rule.foreign.removeprefix(_OF_BASE)) for rule in naming.rules)
+    drops = (replace(drop, pattern=drop.pattern.removeprefix(_OF_BASE)) for drop in naming.drops)
+    return replace(naming, rules=tuple(rules), drops=tuple(drops))
 
 
 def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where: str = "") -> Naming:
@@ -25,7 +42,7 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
     Raises CheckpointError where none matches any.
     """
     names = list(names)
-    plain = [native_naming(family), *family.namings.values()]
+    plain = readable_namings(family)
     candidates = plain + ([_nested(naming, nest) for naming in plain] if nest else [])
     scores = []
     for naming in candidates:
@@ -34,14 +51,14 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
     if not names or max(scores) == 0:
         raise CheckpointError(
             f"{prefix(where)}no tensor has a name of a {family.name} model" + list_offenders(names, most=5),
-            hint=f"known namings: {', '.join(c.name for c in plain)}",
+            hint=f"known namings: {', '.join(dict.fromkeys(c.name for c in plain))}",
         )
     return candidates[scores.index(max(scores))]
 
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
     """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
-    known = [any_name(naming) for naming in (native_naming(family), *family.namings.values())]
+    known = map(any_name, readable_namings(family))
     return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in known)
 
 

@@ -17,18 +17,22 @@ from converters.containers.registry import CONTAINERS
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.manifest import Manifest, changed_since, check_sizes
+from converters.models_inside import ROOT, choose_model
 from converters.names import DCP_METADATA, HF_CONFIG, MANIFEST
 from converters.not_a_checkpoint import not_a_checkpoint
 from converters.weight_files import ADAPTER, RUN_STATE, find_hf_entry, is_meta_shard, name_adapters, name_unread
-from converters.wrappers import unwrap_names
+from converters.wrappers import unwrap_modules, unwrap_outer
 
 _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
 
 
 @collector_paused()
-def open_checkpoint(path: str | Path, *, against_manifest: bool = True) -> Catalog:
+def open_checkpoint(path: str | Path, *, select: str | None = None, against_manifest: bool = True) -> Catalog:
     """The catalog of a checkpoint folder or file. Reads headers only.
+
+    `select`: the model, where the checkpoint holds several (models_inside.choose_model); else the one that
+    the manifest of a resharded checkpoint has.
 
     A folder's files are compared with its manifest where it has one, unless `against_manifest` is false.
 
@@ -37,7 +41,7 @@ def open_checkpoint(path: str | Path, *, against_manifest: bool = True) -> Catal
     """
     path = Path(path)
     try:
-        return _open(snapshot_of(find_complete(path)), against_manifest=against_manifest)
+        return _open(snapshot_of(find_complete(path)), select, against_manifest=against_manifest)
     except CheckpointError as error:
         if error.tries or not (again := fetch_again(path)):
             raise
@@ -59,7 +63,7 @@ def require_exists(path: Path) -> None:
     raise CheckpointError(f"{path}: no such file or folder", tries=tries)
 
 
-def _open(path: Path, *, against_manifest: bool) -> Catalog:
+def _open(path: Path, select: str | None, *, against_manifest: bool) -> Catalog:
     require_exists(path)
     manifest = None
     if path.is_file():
@@ -74,8 +78,12 @@ def _open(path: Path, *, against_manifest: bool) -> Catalog:
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
     _refuse_unprintable_names(catalog)
     # What titan wrote has the model's own names; after --accept the manifest lists the names without wrappers.
-    if manifest is None or manifest.accepted:
-        catalog = unwrap_names(catalog)
+    may_be_wrapped = manifest is None or manifest.accepted
+    if may_be_wrapped:
+        catalog = unwrap_modules(catalog)
+    catalog = choose_model(catalog, select, otherwise=ROOT if manifest and manifest.selected else None)
+    if may_be_wrapped and catalog.selected is None:
+        catalog = unwrap_outer(catalog)
     if manifest is not None:
         _compare_with_manifest(catalog, manifest)
     return catalog

@@ -58,6 +58,7 @@ class ReshardReport:
     source: str
     destination: str
     naming: str  # how the source spells its weights; the output has native names
+    selected: str  # the place of the model in the source, where that holds several; else ""
     cut: str  # the mesh, or the number of files
     num_tensors: int
     num_blobs: int
@@ -93,6 +94,7 @@ def reshard(
     dtype: str | None = None,
     optimizer_dtype: str | None = None,
     drop: Sequence[str] = (),
+    select: str | None = None,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     workers: int = DEFAULT_WORKERS,
@@ -112,7 +114,7 @@ def reshard(
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     check_places(src, dst, overwrite=overwrite)
     _check_choice(mesh, num_files, shard_bytes)
-    catalog = open_checkpoint(src)
+    catalog = open_checkpoint(src, select=select)
     if catalog.container != "dcp":
         raise CheckpointError(
             f"{src} is not a DCP checkpoint, so it has no layout to change",
@@ -171,6 +173,7 @@ def reshard(
                 progress=progress,
                 workers=workers,
                 digests=digests,
+                selected=catalog.place_of_selected,
                 fingerprint=plan_fingerprint(catalog, target, casts, digests=digests),
                 resume=resume,
             )
@@ -191,6 +194,7 @@ def reshard(
         source=str(src),
         destination=str(dst),
         naming=spelling.naming,
+        selected=catalog.place_of_selected,
         cut=f"mesh {mesh}" if mesh else f"{num_files} files" if num_files else "any mesh",
         num_tensors=len(tensors),
         num_blobs=len(contents.blobs),

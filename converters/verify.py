@@ -32,19 +32,21 @@ def verify(
     path: Path | str,
     *,
     quick: bool = False,
+    select: str | None = None,
     model_from: Path | str | None = None,
     progress: Progress = no_progress,
 ) -> VerifyReport:
     """Make every check that is possible for `path`. `quick` reads headers and small files, and no tensor.
 
-    `model_from`: a folder that describes the model, where the checkpoint does not.
+    `model_from`: a folder that describes the model, where the checkpoint does not. `select`: the model whose names and
+    shapes are checked, where the checkpoint holds several.
 
     Raises CheckpointError where there is nothing at `path`; a checkpoint that does not open is a failed check.
     """
     path = Path(path)
     require_exists(path)
     try:
-        catalog = open_checkpoint(path)
+        catalog = open_checkpoint(path, select=select)
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line and line != f"titan verify {path}")
         checks = [Check("structure", "failed", error.message, hints), *_check_unopened(path, quick=quick)]

@@ -21,6 +21,7 @@ from converters.fold import fold_texts
 from converters.layout import row_blocks
 from converters.model_from import find_model_info, has_all_fields
 from converters.model_info import ModelInfo, find_model_file
+from converters.models_inside import is_of
 from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.multimodal import unread_remark
 from converters.names import HF_CONFIG, section_of
@@ -100,19 +101,21 @@ class NativeWeights:
 def open_native(
     path: Path | str,
     *,
+    select: str | None = None,
     model_from: Path | str | None = None,
     otherwise: ModelInfo | None = None,
     dequantized: str = DEQUANTIZED,
 ) -> NativeWeights:
     """Open a checkpoint of any format. Reads headers, and tensors that are stored twice: a tied output, Meta's norms.
 
+    `select`: the model, where the checkpoint holds several.
     `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
     do not (torchtitan's); `otherwise`: the model, if the caller knows it. `dequantized`: bfloat16 or float32, the type
     of weights that are stored as codes with scales; to read those that are NaN raises CheckpointError. Layers for
     multi-token prediction are left out. Raises CheckpointError with everything that does not match the model, and
     ConfigError where `model_from` contradicts the checkpoint.
     """
-    catalog = open_checkpoint(path)
+    catalog = open_checkpoint(path, select=select)
     weights = native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
     codes = weights.quantized.expressions.keys() if weights.quantized else set()
     quantized = (fqn for fqn, names in weights.source.ledger.used.items() if not codes.isdisjoint(names))
@@ -196,9 +199,11 @@ def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANT
 
 def naming_of(catalog: Catalog, family: Family, args: ModelArgs | None = None) -> Naming:
     """The naming of a checkpoint's weights, including the dict that holds them; by their names alone without `args`."""
-    nest = "".join(f"{key}." for key in _nest(catalog) or ())
+    nest = catalog.selected
+    if nest is None:
+        nest = ".".join(map(str, _nest(catalog) or ()))
     tensors = model_part(catalog).tensors
-    naming = detect_naming(tensors, family, nest=nest, where=str(catalog.place))
+    naming = detect_naming(tensors, family, nest=f"{nest}." if nest else "", where=str(catalog.place))
     if args is None:
         return naming
     infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in tensors.items()}
@@ -212,7 +217,9 @@ def model_part(catalog: Catalog) -> Catalog:
     """Only the weights of a training checkpoint, under unchanged names."""
     tensors = {n: t for n, t in catalog.tensors.items() if not _is_other_section(catalog, n)}
     nest = _nest(catalog)
-    if nest is not None:
+    if catalog.selected is not None:
+        tensors = {n: t for n, t in tensors.items() if is_of(n, catalog.selected, catalog.other_models)}
+    elif nest is not None:
         tensors = {n: t for n, t in tensors.items() if catalog.path_of(n)[:-1] == nest}
     return replace(catalog, tensors=tensors, blobs={}, values={})
 

@@ -20,11 +20,10 @@ _MOST_OUTER = 4
 _NUMBER = re.compile(r"(?<=\blayers)\.\d+(?=\.)")
 
 
-def unwrap_names(catalog: Catalog) -> Catalog:
-    """`catalog` under the names of its model without wrappers. `prefixes` counts the removed ones.
+def unwrap_modules(catalog: Catalog) -> Catalog:
+    """`catalog` without the names that torch's wrappers have anywhere. `prefixes` counts the removed ones.
 
-    An outer attribute is removed only where the names then are those of a known model and were not before. Raises
-    CheckpointError where two entries would have one name.
+    Raises CheckpointError where two entries would have one name.
     """
     if catalog.container == "meta":
         return catalog
@@ -37,6 +36,17 @@ def unwrap_names(catalog: Catalog) -> Catalog:
     for text in _INNER:
         if any(text in name for name in catalog.tensors):
             catalog = _renamed(catalog, f"{text}.", partial(_without, text))
+    return catalog
+
+
+def unwrap_outer(catalog: Catalog) -> Catalog:
+    """`catalog` without the attributes that hold its model, which are prefixes of all names.
+
+    One is removed only where the names then are those of a known model and were not before. Raises CheckpointError
+    where two entries would have one name.
+    """
+    if catalog.container == "meta":
+        return catalog
     for _ in range(_MOST_OUTER):
         if not (prefix := _outer_prefix(catalog)):
             break

@@ -24,6 +24,7 @@ def load_for_inference(
     quantize: Literal["int8", "float8"] | None = None,
     compile: bool = False,
     context: int | None = None,
+    select: str | None = None,
     model_from: Path | str | None = None,
 ) -> "Generator":
     """Load a checkpoint of any format for generation in this process.
@@ -35,6 +36,7 @@ def load_for_inference(
         quantize: round the weights of linear layers and experts to 8 bits.
         compile: compile the decode step.
         context: length of the longest sequence; default: the model's context, at most 8192.
+        select: the model, where the checkpoint holds several.
         model_from: folder with the model's config and tokenizer, for a checkpoint that does not have them.
 
     The result has `generate`, `score`, `encode` and `decode`.
@@ -55,6 +57,7 @@ def load_for_inference(
         quantize=quantize,
         compile=compile,
         context=context,
+        select=select,
         model_from=model_from,
     )
 

@@ -88,6 +88,6 @@ def _check_initial(job: Job) -> None:
     own = Path(config.job.dump_folder) / config.checkpoint.folder
     if path and not list_steps(own):
         wanted = chosen_model(job)
-        with open_native(path, otherwise=wanted) as weights:
+        with open_native(path, select=config.checkpoint.initial_load_select, otherwise=wanted) as weights:
             refuse_other_model(weights.info, wanted, path)
             refuse_other_form(weights, path, config.checkpoint)

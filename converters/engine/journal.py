@@ -53,6 +53,8 @@ def plan_fingerprint(
     add(sorted(target.file_bytes.items()), sorted(casts.items()))
     if quantization:
         add(quantization)
+    if catalog.selected is not None:
+        add(catalog.selected)
     return summed.hexdigest()
 
 

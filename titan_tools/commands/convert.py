@@ -25,6 +25,7 @@ from titan_tools.commands.convert_options import (
     NoDigest,
     Overwrite,
     Resume,
+    Select,
     Source,
     TrainedBy,
     Trainer,
@@ -63,6 +64,7 @@ _FormatName = StrEnum("_FormatName", {name: name for name in FORMATS})  # type: 
 
 
 def _common_options(
+    select: Select = None,
     model_from: ModelFrom = None,
     dtype: DType = None,
     workers: Workers = DEFAULT_WORKERS,

@@ -43,6 +43,14 @@ ModelFrom = Annotated[
         show_default=False,
     ),
 ]
+Select = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The model to read, where the checkpoint holds several (policy and reference, model and EMA).",
+        show_default=False,
+    ),
+]
 Workers = Annotated[
     int, typer.Option(metavar="N", min=1, max=256, help="Threads that copy; 16 MiB each, 40 that transpose.")
 ]

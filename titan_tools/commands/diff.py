@@ -13,6 +13,14 @@ def diff(
     b: Annotated[
         Path, typer.Argument(metavar="B", help="Another one, of the same or another format.", show_default=False)
     ],
+    select: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="The model of a checkpoint that holds several; given twice, that of A and that of B.",
+            show_default=False,
+        ),
+    ] = None,
     model_from: Annotated[
         Path | None,
         typer.Option(
@@ -33,11 +41,12 @@ def diff(
     Examples:
       titan diff Llama-3.2-1B llama-1b-dcp
       titan diff step-1000 step-1000-fsdp8 --json
+      titan diff grpo.pt grpo.pt --select policy --select reference
     """
     from converters.diff import diff as compare
     from titan_tools.console import count, print_json, progress, table
 
-    report = compare(a, b, model_from=model_from, progress=progress)
+    report = compare(a, b, select=select or (), model_from=model_from, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from titan_tools.commands.convert_options import ModelFrom
+from titan_tools.commands.convert_options import ModelFrom, Select
 from titan_tools.interrupts import exit_on_interrupt
 
 
@@ -209,6 +209,7 @@ def infer(
             show_default=False,
         ),
     ] = None,
+    select: Select = None,
     model_from: ModelFrom = None,
     request: Annotated[Path | None, typer.Option(hidden=True, help="Internal: the request file for ranks.")] = None,
 ) -> None:
@@ -267,6 +268,7 @@ def infer(
             quantize=quantize,
             compile=compile,
             batch_size=batch_size,
+            select=select,
             model_from=model_from,
         )
     )

@@ -7,7 +7,7 @@ import typer
 
 from converters.errors import CheckpointError
 from converters.names import METRICS_FILE
-from titan_tools.commands.convert_options import Checkpoint, ModelFrom
+from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
 
 
 def inspect(
@@ -16,6 +16,7 @@ def inspect(
     loss_curve: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw a run's loss curve to this file.", show_default=False)
     ] = None,
+    select: Select = None,
     model_from: ModelFrom = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -40,7 +41,7 @@ def inspect(
     from titan_tools.console import print_json
     from titan_tools.inspect_page import print_page
 
-    found = inspect_checkpoint(checkpoint, fold=not every, model_from=model_from)
+    found = inspect_checkpoint(checkpoint, fold=not every, select=select, model_from=model_from)
     if as_json:
         print_json(found.to_json())
         return

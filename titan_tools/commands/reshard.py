@@ -15,6 +15,7 @@ from titan_tools.commands.convert_options import (
     NoDigest,
     Overwrite,
     Resume,
+    Select,
     ShardSize,
     Workers,
 )
@@ -51,6 +52,7 @@ def reshard(
         str | None,
         typer.Option(metavar="DTYPE", help="Cast the optimizer's moments. Default: unchanged.", show_default=False),
     ] = None,
+    select: Select = None,
     model_from: ModelFrom = None,
     workers: Workers = DEFAULT_WORKERS,
     allow_missing: Annotated[
@@ -93,6 +95,7 @@ def reshard(
         dtype=dtype,
         optimizer_dtype=optimizer_dtype,
         drop=[name.strip() for name in drop.split(",") if name.strip()] if drop else (),
+        select=select,
         model_from=model_from,
         allow_missing=allow_missing,
         workers=workers,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from titan_tools.commands.convert_options import Checkpoint, ModelFrom
+from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
 
 
 def verify(
@@ -19,6 +19,7 @@ def verify(
             help="After an intended change: check the files, list what differs, and rewrite titan_manifest.json.",
         ),
     ] = False,
+    select: Select = None,
     model_from: ModelFrom = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -49,9 +50,9 @@ def verify(
         raise ConfigError("--accept reads every tensor: leave --quick out")
     checkpoint = newest_step(checkpoint)
     if accept:
-        report = accept_changes(checkpoint, model_from=model_from, progress=progress)
+        report = accept_changes(checkpoint, select=select, model_from=model_from, progress=progress)
     else:
-        report = verify_checkpoint(checkpoint, quick=quick, model_from=model_from, progress=progress)
+        report = verify_checkpoint(checkpoint, quick=quick, select=select, model_from=model_from, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:

@@ -120,6 +120,7 @@ def load_for_inference(
     quantize: Literal["int8", "float8", "stored"] | None = None,
     compile: bool = False,
     context: int | None = None,
+    select: str | None = None,
     model_from: str | PathLike[str] | None = None,
 ) -> Generator:
     """Load a checkpoint of any format for generation in this process.
@@ -132,6 +133,7 @@ def load_for_inference(
             or mxfp4.
         compile: compile the decode step.
         context: tokens of the longest sequence (default: the model's context, at most 8192).
+        select: the model, where the checkpoint holds several.
         model_from: folder with the model's config and tokenizer, where the checkpoint lacks them.
 
     Raises CheckpointError where the checkpoint cannot be read, ConfigError where the options do not fit it, and
@@ -144,11 +146,12 @@ def load_for_inference(
         dtype=dtype,
         quantize=quantize,
         compile=compile,
+        select=select,
         model_from=None if model_from is None else Path(model_from),
     )
     ranks = TPRanks(1, 0, own_device(1) if device is None else torch.device(device))
     for found in find_checkpoints(request.checkpoint):
-        with open_native(found.folder, model_from=request.model_from) as weights:
+        with open_native(found.folder, select=request.select, model_from=request.model_from) as weights:
             work = prepare_work(request, weights)
             longest = work.args.max_seq_len
             if context is not None and not 2 <= context <= longest:

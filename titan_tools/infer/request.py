@@ -45,6 +45,7 @@ class Request:
     quantize: str | None = None  # "int8", "float8" or "stored"
     compile: bool = False
     batch_size: int | None = None  # sequences that decode together
+    select: str | None = None  # of a checkpoint with several models
     model_from: Path | None = None  # folder with the model's config and tokenizer
     # The time for the chat template: the first process's, since those of ranks could differ
     moment: datetime = field(default_factory=datetime.now)

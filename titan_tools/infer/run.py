@@ -52,7 +52,9 @@ def _infer(request: Request, ranks: TPRanks) -> None:
     checkpoints = find_checkpoints(request.checkpoint)
     while True:
         found = ranks.done_by_first(lambda: next(checkpoints))
-        with ranks.done_by_each(open_native, found.folder, model_from=request.model_from) as weights:
+        with ranks.done_by_each(
+            open_native, found.folder, select=request.select, model_from=request.model_from
+        ) as weights:
             work = ranks.done_by_each(prepare_work, request, weights)
             if ranks.is_first and (text := tokenizer_note(work.tokenizer_folder)):
                 note(text)
@@ -78,7 +80,7 @@ def _infer(request: Request, ranks: TPRanks) -> None:
 def _needs_ranks(request: Request) -> bool:
     """Whether there is work for ranks. Problems with the request are raised here, before ranks start."""
     found = next(find_checkpoints(request.checkpoint))
-    with open_native(found.folder, model_from=request.model_from) as weights:
+    with open_native(found.folder, select=request.select, model_from=request.model_from) as weights:
         task = _prepare_task(prepare_work(request, weights))
     if task.rows == 0:
         task.run(None, TPRanks(1, 0, torch.device("cpu")))

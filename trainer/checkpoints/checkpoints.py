@@ -115,10 +115,11 @@ class Checkpoints:
             return "; ".join(error.problems)
         return ""
 
-    def load(self, path: Path, state: RunState) -> None:
+    def load(self, path: Path, state: RunState, *, select: str | None = None) -> None:
         """Load everything from a DCP except the sections that the config excludes."""
         excluded = self._settings.exclude_from_loading
-        self._keep_fields(load_state(path, state, info=self._info, excluded=excluded, group=self._group))
+        found = load_state(path, state, info=self._info, excluded=excluded, group=self._group, select=select)
+        self._keep_fields(found)
 
     def load_initial(self, path: Path, state: RunState) -> None:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
@@ -131,8 +132,9 @@ class Checkpoints:
             if left_out := not_carried(found, self._info):
                 note(f"not copied from {path} into this run's checkpoints: {', '.join(left_out)}")
         else:
-            refuse_other_weights(path, info=self._info)
-            self.load(path, state)
+            select = self._settings.initial_load_select
+            refuse_other_weights(path, info=self._info, select=select)
+            self.load(path, state, select=select)
 
     def _keep_fields(self, found: ModelInfo) -> None:
         """Copy config.json's other fields from `found` into this run's checkpoints, except the token ids."""

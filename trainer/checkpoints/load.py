@@ -67,16 +67,24 @@ class DamagedFiles(CheckpointError):
 
 
 def load_state(
-    path: Path, state: RunState, *, info: ModelInfo, excluded: Collection[str], group: dist.ProcessGroup
+    path: Path,
+    state: RunState,
+    *,
+    info: ModelInfo,
+    excluded: Collection[str],
+    group: dist.ProcessGroup,
+    select: str | None = None,
 ) -> ModelInfo:
     """Load everything from a DCP except the `excluded` sections. Returns the checkpoint's model information.
+
+    `select`: the model, where the checkpoint holds several.
 
     Raises DamagedFiles where files differ from the manifest.
     """
     manifest = _manifest_of(path, group)
     small = {name for name in manifest.files if not name.endswith(_DATA_SUFFIX)}
     _refuse_changed(path, manifest, small, group)  # before they are parsed, as the plain values below
-    catalog = open_checkpoint(path)
+    catalog = open_checkpoint(path, select=select)
     _refuse_changed(path, manifest, manifest.files.keys() - small - catalog.tensor_files, group)
     _refuse_damaged_items(catalog, manifest, group)
     for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
@@ -117,7 +125,7 @@ def load_weights(
     Each rank reads only its own boxes, and casts from other floating dtypes; quantized weights from float32, as
     torchtitan's reader. Returns the checkpoint's model information.
     """
-    with open_native(path, otherwise=info, dequantized="float32") as weights:
+    with open_native(path, select=settings.initial_load_select, otherwise=info, dequantized="float32") as weights:
         refuse_other_form(weights, path, settings)
         foreign = foreign_remark(weights.catalog, weights.naming, info)
         for text in filter(None, (*weights.notes, *weights.info.notes, foreign)):
@@ -131,9 +139,9 @@ def load_weights(
         return weights.info
 
 
-def refuse_other_weights(path: Path, *, info: ModelInfo) -> None:
+def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:
     """Raise CheckpointError where the weights of a checkpoint are those of another model."""
-    with open_native(path, otherwise=info) as weights:
+    with open_native(path, select=select, otherwise=info) as weights:
         refuse_other_model(weights.info, info, path)
 
 
@@ -184,11 +192,12 @@ def _refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excl
             tries=["--checkpoint.initial_load_model_only"],
         )
     naming = naming_of(catalog, get_family(info.family))
+    selected = f" --select {catalog.selected}" if catalog.selected else ""
     if any(rule.foreign != rule.native for rule in naming.rules):
         raise CheckpointError(
             f"{path} has {naming.name} names for weights and optimizer; a run resumes from native names",
             tries=[
-                f"titan reshard {path} NATIVE_CHECKPOINT, which renames both",
+                f"titan reshard {path} NATIVE_CHECKPOINT{selected}, which renames both",
                 "--checkpoint.initial_load_model_only",
             ],
         )

@@ -230,6 +230,8 @@ class Checkpoint:
     """Steps between two checkpoints."""
     initial_load_path: str | None = None
     """Checkpoint to start from, in any format that titan reads; used until the run has its own."""
+    initial_load_select: str | None = None
+    """Which of its models, where it holds several: a name that the refusal lists. Not in torchtitan."""
     initial_load_model_only: bool = True
     """Load only its weights; false = optimizer, schedule and data position too."""
     last_save_model_only: bool = False

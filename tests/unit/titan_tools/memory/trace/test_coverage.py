@@ -165,6 +165,7 @@ WITHOUT_EFFECT = {
         "checkpoint.folder",
         "checkpoint.interval",
         "checkpoint.initial_load_path",
+        "checkpoint.initial_load_select",
         "checkpoint.initial_load_model_only",
         "checkpoint.last_save_model_only",
         "checkpoint.keep_latest_k",
