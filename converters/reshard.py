@@ -120,7 +120,7 @@ def reshard(
             f"{src} is not a DCP checkpoint, so it has no layout to change",
             tries=[f"titan convert auto {src} {dst} --to dcp --for-mesh MESH"],
         )
-    training = with_titan_sections(catalog)
+    training = with_titan_sections(catalog, drop=drop)
     spelling = read_spelling(
         training.catalog,
         renamed=bool(training.stored),

@@ -1,16 +1,21 @@
 """Plan the contents of a resharded checkpoint: names, the source of values, and keys in the state dict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from converters.catalog import Catalog
+from converters.containers.dcp_item import read_blob_item
+from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
+from converters.errors import CheckpointError, list_offenders
 from converters.expressions import Source
 from converters.families.base import Parameter
+from converters.fold import fold_texts
+from converters.models_inside import IN_OPTIMIZER
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
-from converters.training.optimizer_state import WithNumbers, is_number, number_item, plan_optimizer
+from converters.training.optimizer_state import ParameterNames, WithNumbers, is_number, number_item, plan_optimizer
 from converters.training.parameter_names import Spelling
 from converters.training.sections import MODEL
 from converters.view import Ledger, View
@@ -53,6 +58,7 @@ def collect(
             items[name] = number_item(reader, name)  # the trainer's counters are plain numbers
         else:
             made[name], infos[name] = Source(name), reader.tensors[name]
+    _refuse_left_behind(reader, names, [*optimizer.unknown, *others], sections)
     view = View(source, infos, made, Ledger({name: expression.sources for name, expression in made.items()}))
     read = cache(reader.read_blob)  # a group's settings go to each of its parameters
     paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*made, *copied, *items)}
@@ -67,6 +73,48 @@ def collect(
         missing=(*spelling.missing, *(f"{OPTIMIZER} state of {fqn}" for fqn in optimizer.without_state)),
         unknown=[*optimizer.unknown, *(name for name in others if sections[name] not in SECTIONS)],
     )
+
+
+def _refuse_left_behind(
+    reader: CatalogReader, names: ParameterNames, others: Sequence[str], sections: Mapping[str, str]
+) -> None:
+    """Raise CheckpointError where entries that would be copied follow parameters that get other names or rows."""
+    if names.keep_places:
+        return
+    shapes = {shape for shape in names.shapes.values() if len(shape) > 1}
+    left = [name for name in others if _follows_a_parameter(reader, names, shapes, name)]
+    if left:
+        found = dict.fromkeys(sections[name] for name in left)
+        raise CheckpointError(
+            f"{reader.catalog.root}: the weights get titan's names and order of rows, and entries of these sections, "
+            f"which are of the same parameters, would keep their own:{list_offenders(fold_texts(left))}",
+            hint="their kind is unknown, so that they cannot be translated; nothing was written",
+            tries=[f"--drop {','.join(found)}"],
+        )
+
+
+def _follows_a_parameter(
+    reader: CatalogReader, names: ParameterNames, shapes: Collection[tuple[int, ...]], name: str
+) -> bool:
+    """Whether an entry of an unknown kind has the name or shape of a weight, or is an optimizer's, but for numbers."""
+    is_of_optimizer = IN_OPTIMIZER.search(name) is not None
+    if name in reader.catalog.blobs:
+        return is_of_optimizer and not _is_plain(reader, name)
+    info, keys = reader.tensors[name], name.split(".")
+    if is_of_optimizer and info.shape:
+        return True
+    if info.shape in shapes and DTYPES[info.dtype].is_floating:
+        return True
+    spans = ((start, end) for start in range(len(keys)) for end in range(start + 1, len(keys) + 1))
+    return bool(info.shape) and any(".".join(keys[start:end]) in names.spelled for start, end in spans)
+
+
+def _is_plain(reader: CatalogReader, name: str) -> bool:
+    try:
+        read_blob_item(reader.read_blob(name), what=name)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple[Any, ...]:

@@ -42,6 +42,7 @@ class ParameterNames:
     expressions: Mapping[str, Expression]  # native name → how weights make it (see View)
     shapes: Mapping[str, tuple[int, ...]]  # of the weights
     are_native: bool  # nothing needs translation
+    keep_places: bool  # every weight keeps its name, but for its dict's, and its rows
     tied: bool
 
 
@@ -88,11 +89,13 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
             problems.append(f"unexpected  {name}")
         elif (other := states.setdefault((weight, kind), name)) != name:
             problems.append(f"twice       {name}  and {other} are one state of one parameter")
+    elementwise = _elementwise_kinds(reader, names, states)
     for weight, kind in states:
         for owner in names.natives[weight]:
             if kind not in kinds_of[owner]:
                 kinds_of[owner].add(kind)
-                problems += _plan_state(plan, reader, names, states, owner, kind, shapes[owner])
+                is_alike = kind in elementwise
+                problems += _plan_state(plan, reader, names, states, owner, kind, shapes[owner], is_alike=is_alike)
     for target, name in second:
         problems += _plan_second(plan, reader, target, name)
     if any(kinds_of.values()):
@@ -117,6 +120,21 @@ def _owners(rest: str, names: ParameterNames) -> tuple[tuple[str, ...], str, str
     return (), "", rest
 
 
+def _elementwise_kinds(
+    reader: CatalogReader, names: ParameterNames, states: Mapping[tuple[str, str], str]
+) -> frozenset[str]:
+    """Kinds of state with a value for each of a parameter's: an unknown one has the shape of every parameter.
+
+    A preconditioner, a matrix for the rows or columns of a weight, has the shape of square ones only.
+    """
+    others = {
+        kind
+        for (weight, kind), name in states.items()
+        if name in reader.tensors and reader.tensors[name].shape not in ((), names.shapes[weight])
+    }
+    return _LIKE_PARAMETER | {kind for _, kind in states if kind not in others}
+
+
 def _plan_state(
     plan: OptimizerPlan,
     reader: CatalogReader,
@@ -125,8 +143,10 @@ def _plan_state(
     owner: str,
     kind: str,
     shape: tuple[int, ...],
+    *,
+    is_alike: bool,
 ) -> list[str]:
-    """Plan one state of a native parameter, from those of the weights that make it."""
+    """Plan one state of a native parameter, from those of the weights that make it. `is_alike`: it is elementwise."""
     expression, target = names.expressions[owner], f"{STATE}{owner}.{kind}"
     lacking = [weight for weight in expression.sources if (weight, kind) not in states]
     if lacking:
@@ -135,7 +155,8 @@ def _plan_state(
     infos = {name: reader.tensors[name] for name in held.values() if name in reader.tensors}
     if len(infos) < len(held):
         return _plan_values(plan, reader, names, [*held.values()], target, kind)
-    if all(infos[name].shape == names.shapes[weight] for weight, name in held.items()):
+    is_alike = is_alike or isinstance(expression, Source)
+    if is_alike and all(infos[name].shape == names.shapes[weight] for weight, name in held.items()):
         plan.moments.setdefault(owner, []).append(target)
         plan.tensors[target] = expression.renamed(held.__getitem__)
         plan.infos[target] = TensorInfo(next(iter(infos.values())).dtype, shape)
@@ -152,8 +173,8 @@ def _plan_state(
             f"shape       {name}  is {list(infos[name].shape)}, its parameter {list(names.shapes[weight])}"
             for name, weight in other.items()
         ]
-    if other and not isinstance(expression, Source):
-        return [f"rows        {name}  {list(infos[name].shape)}: its permutation is unknown" for name in other]
+    if (other or infos[first].shape) and not isinstance(expression, Source):
+        return [f"rows        {name}  {list(info.shape)}: its permutation is unknown" for name, info in infos.items()]
     plan.tensors[target], plan.infos[target] = Source(first), infos[first]
     return [
         f"differs     {name}  has another value than {first}, and {owner} needs one for both"

@@ -9,7 +9,7 @@ import numpy as np
 from converters.catalog import Box, Catalog, TensorInfo
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
-from converters.expressions import Expression
+from converters.expressions import Expression, Source
 from converters.families.base import OUTPUT
 from converters.families.registry import get_family
 from converters.model_from import find_model_info
@@ -67,7 +67,8 @@ def read_spelling(
     spelled: dict[str, str] = {}
     # The names of the weights; without the key of their dict; without the prefix `model.` of old versions of torchtitan
     prefixes: tuple[Callable[[str], str], ...]
-    prefixes = (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model.")
+    nest = f"{catalog.selected}." if catalog.selected else ""
+    prefixes = (lambda name: "", lambda name: nest, lambda name: nests.get(name, ""), lambda name: "model.")
     for prefix_of in prefixes:
         for name in (*held, *tied):
             for text in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
@@ -127,5 +128,10 @@ def _names(info: ModelInfo, view: View, spelled: Mapping[str, str], *, is_native
         expressions=view.expressions,
         shapes={name: info.shape for name, info in view.source.tensors.items()},
         are_native=is_native and all(names == (fqn,) for fqn, names in view.ledger.used.items() if names),
+        keep_places=all(
+            isinstance(made, Source) and spelled.get(fqn) == made.sources[0]
+            for fqn, made in view.expressions.items()
+            if made.sources
+        ),
         tied=info.args.tied,
     )

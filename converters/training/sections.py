@@ -1,5 +1,6 @@
 """The sections of a training checkpoint: find its optimizer, describe its loader and RNG states."""
 
+import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,11 +8,10 @@ from typing import Any
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.mesh_shape import MeshShape
+from converters.models_inside import IN_OPTIMIZER, is_inside
 from converters.names import DATALOADER, OPTIMIZER, RNG
 
 MODEL = "model"  # the section of the weights, which are at the root
-# torchtitan and most scripts; torch's tutorials; dicts that were made for torch.save
-_OPTIMIZER_KEYS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +25,37 @@ class TrainingCheckpoint:
         return self.stored.get(name, name)
 
 
-def with_titan_sections(catalog: Catalog) -> TrainingCheckpoint:
-    """Rename `app.optim.state…` to `optimizer.state…`, and move the other entries of `app` up as well."""
+def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> TrainingCheckpoint:
+    """Rename `app.optim.state…` to `optimizer.state…`, and move the other entries of `app` up as well.
+
+    Optimizers of a list or dict that have parts of the parameters each become one. Raises UnsupportedError where two
+    have the same names, unless `drop` has the section.
+    """
     names = [*catalog.tensors, *catalog.blobs]
-    places = {place for name in names if (place := _optimizer_place(catalog.path_of(name)))}
-    if len(places) > 1:
-        found = [".".join(map(str, place)) for place in sorted(places, key=str)]
-        raise UnsupportedError(f"{catalog.root} holds several optimizers:{list_offenders(found)}")
-    place = next(iter(places), (OPTIMIZER,))
-    if place == (OPTIMIZER,):
+    places = sorted({place for name in names if (place := _optimizer_place(name))})
+    if catalog.selected:
+        places = _nearest(places, catalog.selected)
+    if not places or places == [OPTIMIZER]:
         return TrainingCheckpoint(catalog, {})
-    paths = {name: _moved(catalog.path_of(name), place) for name in names}
-    new = {name: ".".join(map(str, path)) for name, path in paths.items()}
+    new = {name: _moved(name, places) for name in names}
+    if len(places) > 1 and OPTIMIZER in drop:  # in any form
+        new |= {n: f"{OPTIMIZER}.{n}" for n in names if any(is_inside(n, place) for place in places)}
     if len(set(new.values())) < len(new):
+        if len(places) > 1:
+            raise UnsupportedError(
+                f"{catalog.root} holds several optimizers with the same names:{list_offenders(places)}",
+                tries=[f"--drop {OPTIMIZER}"],
+            )
         taken = sorted(name for name, moved in new.items() if list(new.values()).count(moved) > 1)
         raise CheckpointError(f"{catalog.root}: names of titan's sections are already in use:{list_offenders(taken)}")
     moved = replace(
         catalog,
         tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
         blobs={new[n]: replace(b, fqn=new[n]) for n, b in catalog.blobs.items()},
-        planner_data={new[n]: path for n, path in paths.items()},
+        planner_data={new[n]: _moved_path(catalog.path_of(n), new[n]) for n in names},
         stored={new[n]: own for n, own in catalog.stored.items() if n in new},
+        selected=catalog.selected and _moved(catalog.selected, places),
+        other_models=tuple(_moved(place, places) for place in catalog.other_models),
     )
     return TrainingCheckpoint(moved, {moved: name for name, moved in new.items() if moved != name})
 
@@ -57,21 +67,51 @@ def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
     return {name: MODEL if name in weights else catalog.section_of(name) for name in names}
 
 
-def _optimizer_place(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The keys of the optimizer that `path` is in; () if it is in none."""
-    for depth, key in enumerate(path[:-1]):
-        inner = str(path[depth + 1])
-        if key in _OPTIMIZER_KEYS and inner.split(".")[0] in ("state", "param_groups"):
-            return path[: depth + 1]
-    return ()
+def _optimizer_place(name: str) -> str:
+    """The keys of the optimizer that an entry is in, joined by dots; "" if it is in none.
+
+    They end in front of `state` or `param_groups`: `optim`, `app.optimizers`, `state.optimizers.AdamW`, `optimizers.0`.
+    """
+    keys = name.split(".")
+    first = next((depth for depth, key in enumerate(keys) if IN_OPTIMIZER.match(key)), len(keys))
+    for depth in range(first + 1, len(keys)):
+        if keys[depth] in ("state", "param_groups"):
+            return ".".join(keys[:depth])
+    return ""
 
 
-def _moved(path: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
-    outer = len(place) - 1
-    if path[:outer] != place[:outer]:
-        return path
-    path = path[outer:]
-    return (OPTIMIZER, *path[1:]) if path[:1] == place[-1:] else path
+def _nearest(places: list[str], selected: str) -> list[str]:
+    """The optimizers in the dict of the selected model, or in the innermost dict around it that holds any."""
+
+    def depth(place: str) -> int:
+        return len(os.path.commonprefix([place.split("."), selected.split(".")]))
+
+    return [place for place in places if depth(place) == max(map(depth, places))]
+
+
+def _moved(name: str, places: Iterable[str]) -> str:
+    """The name of an entry once the optimizers are at `optimizer`, and what is beside them is at the root."""
+    for place in places:
+        if is_inside(name, place):
+            return OPTIMIZER + name.removeprefix(place)
+        keys = place.split(".")
+        outer = keys[: next(depth for depth, key in enumerate(keys) if IN_OPTIMIZER.match(key))]
+        if outer and name.startswith(text := ".".join((*outer, ""))):
+            name = name.removeprefix(text)
+            break
+    return name
+
+
+def _moved_path(path: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """The keys of an entry that is now called `name`: the last ones of `path`, under a new first one."""
+    for depth in range(len(path)):
+        rest = path[depth:]
+        text = ".".join(map(str, rest))
+        if text == name:
+            return rest
+        if f"{OPTIMIZER}.{text}" == name:
+            return (OPTIMIZER, *rest)
+    return (name,)
 
 
 _TITAN_KEYS = {"version", "fingerprint", "seed", "consumed_samples"}  # trainer/data/loader.py's; a test compares them

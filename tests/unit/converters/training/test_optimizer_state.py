@@ -1,5 +1,7 @@
 """converters/training/: whose state is whose, in every spelling, and what is refused."""
 
+from pathlib import PurePosixPath
+
 import numpy as np
 import pytest
 import torch
@@ -344,3 +346,85 @@ def test_kinds_of_loader_state():
         describe_loader_state(theirs, MeshShape(tp=2))
     assert "unknown kind" in describe_loader_state(["dataloader.anything"], None)
     assert describe_loader_state(["train_state.step"], None) == ""
+
+
+# Other tools' sections
+
+DICTS = {name: {"exp_avg": t + 1, "step": torch.tensor(3.0)} for name, t in hf_names(weights()).items()}
+NESTED = {"state": DICTS, "param_groups": [{"lr": 0.5, "params": [*DICTS]}]}
+NOT_NORMS = {name: state for name, state in DICTS.items() if "norm" not in name}
+NORMS = {name: state for name, state in DICTS.items() if "norm" in name}
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda model: {"app": {"model": model, "optimizers": NESTED, "progress": {"step": 2}}},  # prime-rl
+        lambda model: {"state": {"model": model, "optimizers": {"DecoupledAdamW": NESTED}}},  # Composer
+        lambda model: {"model": model, "optimizers": [NESTED]},
+        lambda model: {"model": model, "optimizer": {"adamw": NESTED}},
+        lambda model: {"model": model, "optimizer_state": NESTED},
+        lambda model: {"model": model, "optimizer_0": NESTED},  # Lightning
+        lambda model: {"model": model, "optimizers": [{"state": NORMS}, {"state": NOT_NORMS}]},  # Muon and AdamW
+        lambda model: {"dcp": {"model": model, "optim": NESTED}},  # AReaL
+    ],
+    ids=["prime-rl", "composer", "list", "dict", "optimizer_state", "lightning", "two", "areal"],
+)
+def test_moments_of_any_place_go_with_their_weights(around, tmp_path):
+    save(tmp_path / "theirs", around(hf_names(weights())))
+    reshard(tmp_path / "theirs", tmp_path / "ours")
+    expected = weights() | {f"optimizer.state.{fqn}.exp_avg": tensor + 1 for fqn, tensor in weights().items()}
+    for name, tensor in expected.items():
+        assert np.array_equal(read(tmp_path / "ours", name), tensor.numpy()), name
+    assert {n for n in open_checkpoint(tmp_path / "ours").tensors if "optim" not in n} == SHAPES.keys()
+
+
+COPIES = {name: state["exp_avg"] for name, state in DICTS.items()}
+
+
+@pytest.mark.parametrize(
+    ("sections", "dropped"),
+    [
+        ({"optimizer": {"exp_avg": COPIES}}, "optimizer"),  # state first, then parameter
+        ({"optimizer": {"state": DICTS, "master": COPIES}}, "optimizer"),
+        ({"masters": {str(i): t for i, t in enumerate(COPIES.values())}}, "masters"),  # by shape
+        ({"averaged": {n: t for n, t in COPIES.items() if "norm" in n}}, "averaged"),  # by name
+        ({"train_state": {"momentum": COPIES["model.layers.0.self_attn.q_proj.weight"]}}, "train_state"),
+        ({"optim_states": {"flat": torch.zeros(5000)}}, "optim_states"),
+        ({"optim_states": PurePosixPath("an object")}, "optim_states"),  # pickled
+    ],
+    ids=["by kind", "masters in it", "by shape", "by name", "one", "flat", "pickled"],
+)
+def test_what_follows_a_parameter_is_refused_where_that_moves(sections, dropped, tmp_path):
+    save(tmp_path / "hf", {"model": hf_names(weights()), "epoch": 3, **sections})
+    with pytest.raises(CheckpointError, match="would keep their own") as error:
+        reshard(tmp_path / "hf", tmp_path / "out")
+    assert error.value.tries == (f"--drop {dropped}",) and not (tmp_path / "out").exists()
+    reshard(tmp_path / "hf", tmp_path / "out", drop=[dropped])
+    assert read(tmp_path / "out", "epoch") == 3 and np.array_equal(read(tmp_path / "out", WQ), weights()[WQ].numpy())
+
+
+def test_what_follows_a_parameter_is_copied_where_nothing_moves(tmp_path):
+    averaged = {fqn: t + 1 for fqn, t in weights().items() if "norm" in fqn}
+    state = {"model": weights(), "optimizer": {"master": averaged}, "averaged": averaged}
+    save(tmp_path / "native", state)
+    reshard(tmp_path / "native", tmp_path / "out")
+    for name in ("optimizer.master.norm.weight", "averaged.norm.weight"):
+        assert np.array_equal(read(tmp_path / "out", name), averaged["norm.weight"].numpy())
+
+
+def test_a_preconditioner_of_a_square_weight_is_not_taken_for_a_moment(tmp_path):
+    """SOAP and Shampoo have a matrix for the rows of each weight; that of wq has the shape of wq."""
+    hf = hf_names(weights())
+    states = {f"state.{name}.GG.0": torch.rand(t.shape[0], t.shape[0]) for name, t in hf.items()}
+    save(tmp_path / "hf", hf | {"optimizer": states})
+    with pytest.raises(CheckpointError, match="4 problems") as error:
+        reshard(tmp_path / "hf", tmp_path / "out")
+    assert "self_attn.q_proj.weight.GG.0  [16, 16]: its permutation is unknown" in error.value.message
+
+
+def test_two_optimizers_can_be_left_out(tmp_path):
+    save(tmp_path / "step", {"a": {"optim": optimizer()}, "b": {"optim": optimizer()}, "model": weights()})
+    report = reshard(tmp_path / "step", tmp_path / "out", drop=["optimizer"])
+    assert report.dropped_sections == {"optimizer": 2 * len(optimizer())}
+    assert open_checkpoint(tmp_path / "out").tensors.keys() == SHAPES.keys()
