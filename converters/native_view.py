@@ -98,7 +98,7 @@ def native_view(
         if absent:
             ledger.missing += absent
             if not allow_missing:
-                problems += [f"missing     {name}  {list(foreign.shape)}" for name in absent]
+                problems += [_missing(name, foreign) for name in absent]
             elif len(absent) < len(foreign.names):
                 rest = f"only all parts of {fqn} together may be missing"
                 problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
@@ -129,8 +129,16 @@ def native_view(
         problems += [f"unexpected  {name}" for name in ledger.extra]
     elif not quantized:
         problems += [f"unexpected  {n}: scales of {of}" for n in ledger.extra if (of := _scaled_by(n, source.tensors))]
+    missing_output = not args.tied and OUTPUT not in ledger.used
+    if missing_output and problems == [_missing(name := foreign_of[OUTPUT].names[0], foreign_of[OUTPUT])]:
+        raise CheckpointError(
+            f"{prefix(where)}there is no output weight ({name}): a base model was saved without its head, or the model "
+            "is tied and its config does not say so",
+            hint="transformers would compute with random values there; save the model with its head, or set "
+            "tie_word_embeddings: true in config.json if it is tied",
+            tries=["--allow-missing, for a conversion without it"],
+        )
     if problems:
-        missing_output = not args.tied and OUTPUT not in ledger.used
         raise _ledger_error(
             list(dict.fromkeys(problems)), family, naming, ledger.extra, missing_output=missing_output, where=where
         )
@@ -138,6 +146,10 @@ def native_view(
         _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
         ledger.dropped[tied_copy] = TIED_REASON
     return View(source, tensors, expressions, ledger)
+
+
+def _missing(name: str, foreign: ForeignTensors) -> str:
+    return f"missing     {name}  {list(foreign.shape)}"
 
 
 def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, ForeignTensors], found: set[str]) -> set[str]:

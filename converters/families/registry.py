@@ -67,6 +67,9 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(f"config.json: its architectures are {architectures!r:.60}, not a list of names")
     families = list(_FAMILIES.values())
+    # A base class (LlamaModel) saves the same weights without the output, which a tied model does not need
+    bases = {name.replace("ForCausalLM", "Model"): name for f in families for name in f.hf_architectures}
+    architectures = [bases.get(name, name) for name in architectures]
     named = [f for f in families if set(architectures) & set(f.hf_architectures)]
     typed = [f for f in families if model_type in f.hf_model_types]
     if named and not typed and not any(f.hf_model_types for f in named):
@@ -81,7 +84,9 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
         return agreeing
     known = {name: f.hf_model_types for f in families for name in f.hf_architectures}
     read = ", ".join(f"{name} ({types[0]})" if types else name for name, types in sorted(known.items()))
-    says = f"architectures {architectures}" + (f" and model_type {model_type!r}" if model_type is not None else "")
+    says = f"architectures {config.get('architectures') or []}" + (
+        f" and model_type {model_type!r}" if model_type is not None else ""
+    )
     if named and model_type is not None:
         raise UnsupportedError(
             f"config.json names {says}, which are of different models",
