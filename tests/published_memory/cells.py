@@ -29,6 +29,7 @@ _SCHEDULES = {
     name.lower(): name
     for name in ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 }
+_RELEASES = {"0.1.0": "2025-05-02", "0.2.0": "2025-10-18", "0.2.1": "2025-12-26", "0.2.2": "2026-02-20"}
 _NO = ("", "0", "no", "none", "off", "false", "-")
 _YES = ("1", "yes", "on", "true")
 
@@ -72,6 +73,12 @@ def date(text: str) -> str:
     if not re.match(r"\d{4}-\d{2}", text):
         raise ConfigError(f"{text!r} begins with no year and month (2025-08)")
     return text
+
+
+def release_date(stack: str) -> str | None:
+    """The date of the torchtitan release that a row names in place of a date; None where it names none."""
+    found = re.search(r"\bv?(\d\.\d\.\d)\b", stack)
+    return _RELEASES.get(found[1]) if found else None
 
 
 def gpu(text: str) -> Gpu:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 import titan_tools.memory.trace.capture
 import trainer.build
@@ -22,6 +24,7 @@ import trainer.parallel.activation_checkpoint
 import trainer.parallel.expert_parallel
 import trainer.parallel.tensor
 from tests.published_memory.historical_experts import (
+    KEPT_EXCHANGES,
     compile_submodules,
     complex_rotate,
     narrow_gate,
@@ -45,7 +48,9 @@ from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Compile, Optimizer, Training
 from trainer.loss.install import install_loss
 from trainer.models.moe import Gate, MoE, grouped_swiglu
+from trainer.parallel.activation_checkpoint import _matrix_products
 from trainer.parallel.compile import compiles
+from trainer.parallel.expert_exchange import EXCHANGES
 from trainer.parallel.expert_shards import ShardedExperts
 from trainer.train_model import TrainModel
 
@@ -67,7 +72,7 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (trainer.models.deepseek_v3.model, "rotate", complex_rotate),
             (MoE, "forward", padded_experts if build.pads_experts else scatter_added_experts),
             (trainer.build, "install_loss", partial(_install_loss, build)),
-            (trainer.build, "apply_fsdp", _separate_groups if not build.has_ends_in_root else _ends_in_root(build)),
+            (trainer.build, "apply_fsdp", _ends_in_root(build) if build.has_ends_in_root else _separate_groups(build)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
             (trainer.parallel.tensor, "RowsOfVocabulary", _split_embedding),
             (titan_tools.memory.trace.capture, "build_optimizer", _without_states),
@@ -78,6 +83,8 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             compiled = torch.compile(grouped_swiglu, fullgraph=True, dynamic=False)
             patches.enter_context(patch.object(Gate, "forward", narrow_gate))
             patches.enter_context(patch.object(trainer.build, "apply_compile", compile_submodules))
+            recomputes = _without_counting_what_is_not_kept(_CachedTorchDispatchMode.__torch_dispatch__)
+            patches.enter_context(patch.object(_CachedTorchDispatchMode, "__torch_dispatch__", recomputes))
             if build.is_model_compiled:
                 patches.enter_context(patch.object(trainer.parallel.expert_parallel, "grouped_swiglu", compiled))
         patches.enter_context(warnings.catch_warnings())
@@ -103,31 +110,43 @@ def _ends_in_root(build: HistoricalBuild) -> Callable[..., None]:
     return apply_fsdp
 
 
-def _separate_groups(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    reshard_after_forward: bool,
-    reshard_last: bool,
-    experts: ShardedExperts | None = None,
-    **policy,
-) -> None:
+def _separate_groups(build: HistoricalBuild) -> Callable[..., None]:
     """#1625. One parameter cannot be in two groups, as torchtitan's tied ends were: it tied them afterwards."""
-    shared = _shared(mesh, **policy)
-    if experts is not None:
-        shard_experts(model, experts, shared | {"reshard_after_forward": reshard_after_forward})
-    ends = [module for module in (model.norm, model.output) if module is not None]
-    alone = [model.tok_embeddings, *model.layers.values()]
-    if model.args.tied and model.tok_embeddings is not None and model.output is not None:
-        ends.append(alone.pop(0))
-    for module in filter(None, alone):
-        fully_shard(module, **shared, reshard_after_forward=reshard_after_forward)
-    if ends:
-        fully_shard(ends, **shared, reshard_after_forward=reshard_last)
-    fully_shard(model, **shared)
-    if experts is not None:
-        prefetch_groups(model)
-    model.tie()
+
+    def apply_fsdp(
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        reshard_after_forward: bool,
+        reshard_last: bool,
+        experts: ShardedExperts | None = None,
+        **policy,
+    ) -> None:
+        shared = _shared(mesh, **policy)
+        is_nested = experts is not None and build.pads_experts
+        if is_nested:
+            shard_experts(model, experts, shared | {"reshard_after_forward": reshard_after_forward})
+
+        def shard(modules: nn.Module | list[nn.Module], **reshard: bool) -> None:
+            if experts is None or is_nested:
+                fully_shard(modules, **shared, **reshard)
+            else:  # #2281: experts in their layer's group, over their own mesh
+                experts.shard(modules, mesh, {"mp_policy": shared["mp_policy"], **reshard})
+
+        ends = [module for module in (model.norm, model.output) if module is not None]
+        alone = [model.tok_embeddings, *model.layers.values()]
+        if model.args.tied and model.tok_embeddings is not None and model.output is not None:
+            ends.append(alone.pop(0))
+        for module in filter(None, alone):
+            shard(module, reshard_after_forward=reshard_after_forward)
+        if ends:
+            shard(ends, reshard_after_forward=reshard_last)
+        shard(model)
+        if is_nested:
+            prefetch_groups(model)
+        model.tie()
+
+    return apply_fsdp
 
 
 def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, **unused) -> dict:
@@ -163,8 +182,25 @@ def _kept_operations() -> frozenset:
             aten._scaled_dot_product_cudnn_attention.default,
             aten.max.default,
             aten.topk.default,  # of experts alone
+            *EXCHANGES,
+            *KEPT_EXCHANGES,
         }
     )
+
+
+def _without_counting_what_is_not_kept(recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """In torch of that time recomputation counted only the operations whose results it keeps.
+
+    Gathered experts are not gathered again, so other operations differ.
+    """
+    kept = _kept_operations() | _matrix_products()
+
+    def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in kept:
+            return func(*args, **(kwargs or {}))
+        return recompute(mode, func, types, args, kwargs)
+
+    return dispatch
 
 
 def _split_embedding() -> RowwiseParallel:

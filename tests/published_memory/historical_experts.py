@@ -54,7 +54,7 @@ def _exchanged(moe: MoE, x_RD: Tensor, counts_E: Tensor) -> Tensor:
         return _padded(moe, x_RD, counts_E)
     num_received = ceil(exchange._imbalance * len(x_RD))
     counts_L = counts_E[: len(counts_E) // exchange._num_ranks]
-    return _AllToAll.apply(_padded(moe, _AllToAll.apply(x_RD, num_received), counts_L), len(x_RD))
+    return _all_to_all(_padded(moe, _all_to_all(x_RD, num_received), counts_L), len(x_RD))
 
 
 def _padded(moe: MoE, x_SD: Tensor, counts_L: Tensor) -> Tensor:
@@ -78,17 +78,29 @@ def _padded_order(counts_L: Tensor, sizes_L: Tensor, *, num_rows: int, num_given
     return torch.where(within_P < counts_L[expert_P], given_P, num_given).int()
 
 
-class _AllToAll(torch.autograd.Function):
+@torch.library.custom_op("titan_published::all_to_all", mutates_args=())
+def _all_to_all(x_RD: Tensor, num_received: int) -> Tensor:
     """all_to_all_single_autograd of fake rows: its result is all that it allocates."""
+    return x_RD.new_empty(num_received, x_RD.shape[1])
 
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, num_received: int) -> Tensor:
-        ctx.num_sent = len(x_RD)
-        return x_RD.new_empty(num_received, x_RD.shape[1])
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.contiguous().new_empty(ctx.num_sent, gradient.shape[1]), None
+@_all_to_all.register_fake
+def _(x_RD: Tensor, num_received: int) -> Tensor:
+    return x_RD.new_empty(num_received, x_RD.shape[1])
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.num_sent = len(inputs[0])
+
+
+def _send_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return _all_to_all(gradient.contiguous(), ctx.num_sent), None
+
+
+_all_to_all.register_autograd(_send_back, setup_context=_keep_rows)
+
+KEPT_EXCHANGES = (torch.ops.titan_published.all_to_all.default,)
+"""What selective checkpointing keeps of an exchange: v0.2.1's save list has all_to_all_single."""
 
 
 def compile_submodules(model: nn.Module, settings: Compile) -> None:
@@ -107,7 +119,7 @@ def compile_submodules(model: nn.Module, settings: Compile) -> None:
 
 
 def shard_experts(model: nn.Module, experts: ShardedExperts, options: dict[str, Any]) -> None:
-    """Experts in FSDP groups of their own, over their own mesh; apply_fsdp of the same file."""
+    """Experts in FSDP groups of their own, over their own mesh, until #2281; apply_fsdp of the same file."""
     own = {"mesh": experts._mesh, "shard_placement_fn": lambda _: experts._placement}
     for layer in model.layers.values():
         if hasattr(layer, "moe"):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.published_memory.history import HistoricalBuild
 from trainer.data.batch import IGNORED
 from trainer.mesh import local_part
+from trainer.models.moe import Dispatched
 
 
 def python_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -82,23 +83,22 @@ def _rotate_halves(x: Tensor) -> Tensor:
 
 
 def scatter_added_experts(moe: nn.Module, x_BLD: Tensor) -> Tensor:
-    """torchtitan/models/common/moe.py and token_dispatcher.py in mid-2026, on one rank: rows are not padded (#2774).
+    """torchtitan/models/common/moe.py and token_dispatcher.py in mid-2026: rows are not padded (#2774).
 
     The router is in fp32 (#2389); rows are weighted in fp32, and added up in the model's dtype.
     """
     x_TD = x_BLD.flatten(0, 1)
-    router = moe.router
-    scores_TE = F.linear(x_TD.float(), router.gate.weight.float()).softmax(dim=-1)
-    ids_TK = (scores_TE + moe.expert_bias).topk(router.top_k, dim=-1, sorted=False).indices
-    weights_TK = scores_TE.gather(1, ids_TK)
-    weights_N = (weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)).flatten()
+    ids_TK, weights_TK = moe.router(x_TD, moe.expert_bias)
     order_N = ids_TK.flatten().argsort(stable=True)
-    tokens_N = order_N // router.top_k
-    counts_E = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK, True).sum(dim=0)
-    out_ND = moe.experts(x_TD[tokens_N], counts_E.cumsum(dim=0, dtype=torch.int32))
-    weighted_ND = (out_ND.float() * weights_N[order_N].unsqueeze(-1)).type_as(out_ND)
+    tokens_N = order_N // ids_TK.shape[1]
+    num_experts = len(moe.expert_bias)
+    chosen_TE = torch.zeros(len(x_TD), num_experts, dtype=torch.bool).scatter(1, ids_TK, True)
+    ends_E = chosen_TE.sum(dim=0).cumsum(dim=0, dtype=torch.int32)
+    out_ND = moe.dispatch.compute(moe.experts, Dispatched(x_TD[tokens_N], ends_E, order_N, order_N))
+    weighted_ND = (out_ND.float() * weights_TK.flatten()[order_N].unsqueeze(-1)).type_as(out_ND)
     index_ND = tokens_N.unsqueeze(-1).expand_as(weighted_ND)
-    return torch.zeros_like(x_TD).scatter_add(0, index_ND, weighted_ND).view_as(x_BLD)
+    out_BLD = torch.zeros_like(x_TD).scatter_add(0, index_ND, weighted_ND).view_as(x_BLD)
+    return out_BLD if moe.shared_experts is None else moe.shared_experts(x_BLD) + out_BLD
 
 
 def _attend(attention: nn.Module, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Both follow from the row's columns alone. Torch-free; `historical_build.py` rebu
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
@@ -34,7 +34,8 @@ LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
 # v0.2.1 (2025-12-26) with torch of this day (pytorch#165822), but not v0.2.0 (2025-10-18): the last stage of a pipeline
 # does not keep its outputs
 OUTPUTS_NOT_KEPT = "2025-10-20"
-# #2774, in a month before #2937's: experts' rows are not padded, and the router is in fp32 (#2389)
+# #2774, in a month before #2937's: experts' rows are not padded, and the router is in fp32 (#2389). #2281, of its last
+# days: experts are in their layer's FSDP group, over their own mesh
 ROWS_NOT_PADDED = "2026-04"
 
 # v0.2.2: grouped queries without copies of keys and values, cuDNN's attention before flash attention
@@ -46,6 +47,13 @@ OUTPUT_IN_CHUNKS = "2026-04-10"
 # pytorch#147168), unless TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them. Asynchronous
 # TP copies between GPUs instead
 STREAMS_NOT_RECORDED = "2025-04-10"
+
+_BOUNDARIES = (
+    SEPARATE_ENDS, FUSED_NORM, LOGITS_DELETED, MICROBATCHES_OF_STAGES, WEIGHTED_ENDS, NATIVE_NORM, CAST_IN_LOSS,
+    *(day for days in LOSS_COMPILED for day in days), OUTPUTS_NOT_KEPT, ROWS_NOT_PADDED, GROUPED_QUERIES,
+    OUTPUT_IN_CHUNKS, STREAMS_NOT_RECORDED, MICROBATCH_OF_ONE,
+)  # fmt: skip
+_FIRST_OF = {"qwen3": "2025-07", "deepseek_v3": "2025-07"}  # months in which torchtitan got the family
 
 _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b", "deepseek_v3": "llama3_8b"}
 
@@ -168,6 +176,18 @@ def settings_of(row: Row) -> tuple[str, ...]:
     if row.float8:
         settings |= {"model.converters": "quantize.linear.float8"} | _float8(row)
     return (_PRESETS[row.family], *(word for key, value in settings.items() for word in (f"--{key}", str(value))))
+
+
+def possible_dates(row: Row) -> list[str]:
+    """The row's date; where that is not known, one of each build that its run may have been of."""
+    if row.has_date:
+        return [row.date]
+    first = _FIRST_OF.get(row.family, row.date)
+    builds = {}
+    for date in sorted({first, *(day for day in _BOUNDARIES if first < day < "9")}):
+        dated = replace(row, date=date)
+        builds.setdefault((build_of(dated), settings_of(dated)), date)
+    return list(builds.values())
 
 
 def microbatch_size(row: Row) -> int:

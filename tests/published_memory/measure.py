@@ -8,7 +8,13 @@ from typing import get_args
 from converters.errors import UnsupportedError, list_offenders
 from converters.sizes import GIB
 from tests.published_memory.historical_build import historical_build
-from tests.published_memory.history import HistoricalBuild, build_of, possible_microbatch_sizes, settings_of
+from tests.published_memory.history import (
+    HistoricalBuild,
+    build_of,
+    possible_dates,
+    possible_microbatch_sizes,
+    settings_of,
+)
 from tests.published_memory.rows import Row
 from titan_tools.memory.estimate import sharing_compiled_code
 from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_rank, traced_kinds
@@ -17,7 +23,7 @@ from titan_tools.memory.replay.replay import Peak, replay
 from titan_tools.memory.trace.coverage import trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import gpu_kernels
-from titan_tools.memory.verdict import judge
+from titan_tools.memory.verdict import TOO_CLOSE, judge
 from trainer.config.load import load_config
 from trainer.gpus import Gpu
 from trainer.job import resolve_job
@@ -41,10 +47,24 @@ class RowEstimate:
             return None
         return self.high_gib / self.row.gib - 1
 
+    @property
+    def outside_by(self) -> float | None:
+        """Of a row that leaves something open: by what share the published peak is outside of the interval, signed.
+
+        0 inside. Of a floor, more than it is inside. None where the run is not rebuilt, or nothing was published.
+        """
+        if self.row.gib is None or self.row.is_scored or self.row.is_of_graph_trainer:
+            return None
+        if self.row.gib < self.low_gib:
+            return self.row.gib / self.low_gib - 1
+        return 0.0 if self.build.is_floor and self.row.pp == 1 else max(self.row.gib / self.high_gib - 1, 0.0)
+
 
 def estimate(row: Row) -> RowEstimate:
     """Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows."""
     peaks, verdicts = [], []
+    if row.ep == 1 and row.tp > 1 and build_of(row).has_experts:
+        raise UnsupportedError("experts that tensor parallelism slices are not rebuilt")
     for variant in _variants(row):
         traces = _traces(settings_of(variant), row.world_size, row.gpu, build_of(variant))
         trace, peak = _fullest(variant, traces)
@@ -64,18 +84,19 @@ def estimate(row: Row) -> RowEstimate:
         low_gib=min(found),
         high_gib=max(found),
         allocated_gib=peaks[0].allocated_bytes / GIB,
-        verdict=verdicts[0],
+        verdict=verdicts[0] if len({*verdicts}) == 1 else TOO_CLOSE,
     )
 
 
 def _variants(row: Row) -> Iterator[Row]:
     """What the run may have been: as the row says where its flags are known, else also in each other way."""
-    yield row
     if row.is_scored:
+        yield row
         return
     other = replace(row, is_compiled=not row.is_compiled, loss=replace(row.loss, is_compiled=True))
     builds = [row] if row.has_flags else [row, other]
-    for each in (replace(build, microbatch_size=size) for build in builds for size in possible_microbatch_sizes(row)):
+    dated = [replace(build, date=date) for build in builds for date in possible_dates(build)]
+    for each in (replace(build, microbatch_size=size) for build in dated for size in possible_microbatch_sizes(build)):
         for is_first_step in [row.is_first_step] if row.has_step else [True, False]:
             for allocator in get_args(AllocatorName):
                 yield replace(each, is_first_step=is_first_step, allocator=allocator)

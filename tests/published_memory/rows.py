@@ -14,6 +14,8 @@ from trainer.gpus import Gpu
 
 T = TypeVar("T")
 
+FIRST_DATE = "2024-03"  # of torchtitan's first published peak
+
 # #1073: a microbatch is one sample. Earlier their number was set (`pipeline_parallel_microbatches`), and no published
 # table states it
 MICROBATCH_OF_ONE = "2025-04-08"
@@ -55,6 +57,7 @@ class Row:
     is_scored: bool  # all flags of the run are known, also its microbatches
     has_flags: bool  # else not even the columns are sure: whether it was compiled is open
     has_step: bool  # else it may have been the first one
+    has_date: bool  # else each build that differs is possible, from FIRST_DATE on
     is_of_graph_trainer: bool  # torchtitan's experiment, which runs a graph of the whole step
 
     @property
@@ -123,13 +126,14 @@ def _row(line: Mapping[str, str]) -> Row:
     rest = max(world_size // prod(degrees.values()), 1)
     dp_shard = rest if line.get("dp_shard") == "-1" else read("dp_shard", cells.count, otherwise=rest)
     allocator = read("allocator", cells.allocator)
+    date = cells.release_date(line.get("stack", "")) if not line.get("date") else read("date", cells.date)
     has_open_microbatches = (
-        degrees["pp"] > 1 and line.get("date", "") < MICROBATCH_OF_ONE and not line.get("microbatch_size")
+        degrees["pp"] > 1 and (date or FIRST_DATE) < MICROBATCH_OF_ONE and not line.get("microbatch_size")
     )
     notes = line.get("notes", "")
     return Row(
         id=line["id"],
-        date=read("date", cells.date),
+        date=date or FIRST_DATE,
         gpu=gpu,
         total_gib=read("gpu_total_gib", cells.gib) if line.get("gpu_total_gib") else gpu.usable_gib,
         model=line["model"],
@@ -157,8 +161,12 @@ def _row(line: Mapping[str, str]) -> Row:
         gib=read("value_gib", cells.peak_gib),
         is_first_step=line.get("step", "") in ("1", "step 1"),
         allocator=allocator or "expandable",
-        is_scored=line.get("flags_known", "").lower() == "yes" and allocator is not None and not has_open_microbatches,
+        is_scored=line.get("flags_known", "").lower() == "yes"
+        and allocator is not None
+        and date is not None
+        and not has_open_microbatches,
         has_flags="flags not given" not in notes,
         has_step="matches step-1" not in notes,
+        has_date=date is not None,
         is_of_graph_trainer="graph_trainer" in notes,
     )

@@ -21,6 +21,8 @@ class Accuracy:
     num_rows: int
     misjudged: tuple[str, ...]  # rows that ran out of memory, or did not, and whose verdict says otherwise
     missing: tuple[str, ...]  # rows that ought to have an estimate
+    inside: tuple[str, ...] = ()  # rows that leave something open, and whose peak is in the estimated interval
+    outside: tuple[tuple[str, float], ...] = ()  # the others of them, with the share by which it is outside
 
     @property
     def is_good(self) -> bool:
@@ -30,6 +32,7 @@ class Accuracy:
 def score(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = ()) -> Accuracy:
     """What is not covered by design does not count. No errors are no error."""
     errors = {e.row.id: abs(e.error) for e in estimates if e.error is not None}
+    open_rows = {e.row.id: e.outside_by for e in estimates if e.outside_by is not None}
     worst_id = max(errors, key=errors.__getitem__, default="")
     misjudged = [e.row.id for e in estimates if e.row.is_scored and (e.row.gib is None) != (e.verdict == DOES_NOT_FIT)]
     return Accuracy(
@@ -39,6 +42,8 @@ def score(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = ())
         num_rows=len(errors),
         misjudged=tuple(misjudged),
         missing=tuple(each.id for each in refused if each.is_scored and not each.is_by_design),
+        inside=tuple(name for name, share in open_rows.items() if share == 0),
+        outside=tuple((name, share) for name, share in open_rows.items() if share != 0),
     )
 
 
@@ -53,6 +58,7 @@ def markdown(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = 
         f" {made.worst:.2%} ({made.worst_id}; at most {MOST_WORST:.0%}).",
         f"Misjudged: {', '.join(made.misjudged) or 'none'}.",
         *([f"Without the estimate that they ought to have: {', '.join(made.missing)}."] if made.missing else []),
+        *([_intervals(made)] if made.inside or made.outside else []),
         "",
         "Numbers are GiB.",
         "",
@@ -72,14 +78,23 @@ def markdown(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = 
     return "\n".join(lines) + "\n"
 
 
+def _intervals(made: Accuracy) -> str:
+    outside = ", ".join(f"{name} by {share:+.2%}" for name, share in made.outside) or "none"
+    total = len(made.inside) + len(made.outside)
+    return (
+        f"Of {total} rows that leave something open, {len(made.inside)} are inside of the interval; outside: {outside}."
+    )
+
+
 def document(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = ()) -> str:
     """docs/memory_validation.md."""
     return _HEAD + markdown(estimates, refused)
 
 
 _NOT_SCORED = (
-    "Rows whose flags are not all known, not scored: an interval over both allocators, over eager and compiled"
-    " where not even the columns are sure, over step 1 and later where the notes leave it open. Pipelines say about,"
+    "Rows that leave something open, with an interval, which the published peak is inside of or not: over both"
+    " allocators, over the builds of all dates where neither date nor release is stated, over eager and compiled where"
+    " not even the columns are sure, over step 1 and later where the notes leave it open. Pipelines say about,"
     " and none is a bound: before #1073 the number of microbatches could be set and is not published, so their interval"
     " is also over microbatches of one sample and torchtitan's default. Errors are those of both ends. M02 is rebuilt"
     " with torchtitan's own all-to-all, not with DeepEP, which its pull request adds; which components were compiled is"
@@ -118,5 +133,7 @@ def _line(estimate: RowEstimate) -> str:
     metric = row.metric + (", step 1" if row.is_first_step else "")
     ends = [] if row.gib is None or estimate.build.is_floor else [estimate.low_gib, estimate.high_gib]
     error = " … ".join(f"{end / row.gib - 1:+.2%}" for end in sorted(set(ends)))
-    cells = (row.id, row.date, row.run, "; ".join(estimate.build.describe()), metric, published, found, error)
+    date = row.date if row.has_date else "not stated"
+    build = "; ".join(estimate.build.describe()) if row.has_date else "each that is possible"
+    cells = (row.id, date, row.run, build, metric, published, found, error)
     return "| " + " | ".join(cells) + " |"

@@ -21,7 +21,13 @@ from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
 from tests.published_memory.historical_build import historical_build
 from tests.published_memory.historical_experts import complex_rotate, padded_experts
-from tests.published_memory.history import build_of, microbatch_size, possible_microbatch_sizes, settings_of
+from tests.published_memory.history import (
+    build_of,
+    microbatch_size,
+    possible_dates,
+    possible_microbatch_sizes,
+    settings_of,
+)
 from tests.published_memory.measure import RowEstimate, _variants, estimate
 from tests.published_memory.rows import read_rows
 from tests.published_memory.table import markdown, score
@@ -279,7 +285,7 @@ def test_spellings_of_a_cell(column, spellings, field, value):
         ("seq_len", "", "no whole number", False),
         ("tp", "eight", "'eight' is no whole number", False),
         ("dp_shard", "x", "dp_shard: 'x'", False),
-        ("date", "", "begins with no year", False),
+        ("date", "last week", "begins with no year", False),
         ("ac", "budget 0.5", "none, full, selective-op", False),
         ("compile", "maybe", "neither 0 nor 1", False),
         ("float8", "half", "tensorwise", False),
@@ -323,6 +329,66 @@ def test_the_script_goes_on_after_a_row_that_fails(monkeypatch, tmp_path, capsys
 
 def test_a_row_without_a_word_on_the_allocator_is_not_scored():
     assert not row_of(PIPELINED, allocator="", flags_known="yes").is_scored
+
+
+def test_a_row_without_a_date_may_be_of_any_build_and_one_with_a_release_of_its_own():
+    row = row_of(PIPELINED, date="", norm="", flags_known="yes", allocator="classic", pp="1", tp="1", world="4")
+    assert not row.has_date and not row.is_scored
+    dates = possible_dates(row)
+    builds = [build_of(replace(row, date=date)) for date in dates]
+    assert {build.norm for build in builds} == {"composite", "fused", "python"}
+    assert {build.optimizer for build in builds} == {"foreach", "fused"} and len({*builds}) == len(builds)
+    assert {(each.date, each.allocator) for each in _variants(row)} == {
+        (date, name) for date in dates for name in ("classic", "expandable")
+    }
+    assert possible_dates(replace(row, family="qwen3"))[0] >= "2025-07"
+    released = row_of(PIPELINED, date="", stack="torchtitan v0.2.1", flags_known="yes", allocator="classic", pp="1")
+    assert (released.date, released.is_scored, possible_dates(released)) == ("2025-12-26", True, ["2025-12-26"])
+
+
+@pytest.mark.parametrize(
+    ("published", "cells", "outside"),
+    [
+        ("62", {}, 0.0),
+        ("54", {}, -0.1),
+        ("71.5", {}, 0.1),
+        ("71.5", {"notes": "as published"}, 0.1),
+        ("71.5", {"pp": "1", "world": "4"}, 0.0),  # a floor: recorded streams
+        ("54", {"pp": "1", "world": "4"}, -0.1),
+        ("OOM", {}, None),
+        ("62", {"notes": "graph_trainer"}, None),
+    ],
+)
+def test_a_peak_is_inside_or_outside_of_the_interval_of_what_is_open(published, cells, outside):
+    row = row_of(PIPELINED, value_gib=published, **cells)
+    made = RowEstimate(row, build_of(row), low_gib=60.0, high_gib=65.0, allocated_gib=50.0, verdict="fits")
+    assert made.outside_by == (None if outside is None else pytest.approx(outside))
+    accuracy = score([made])
+    assert accuracy.inside == ("X1",) * (outside == 0)
+    assert [name for name, _ in accuracy.outside] == ["X1"] * bool(outside)
+    if outside:
+        assert f"outside: X1 by {outside:+.2%}" in markdown([made])
+
+
+EXPERTS = {"model": "DeepSeek V3 16B", "pp": "1", "tp": "1", "world": "4", "dp_shard": "4", "ep": "4", "float8": ""}
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("date", ["2025-12-04", "2026-05"])
+@pytest.mark.parametrize("checkpointing", [("selective", "op"), ("full", "op"), ("none", "op")], ids=lambda c: c[0])
+def test_experts_on_several_ranks_are_rebuilt_with_every_checkpointing(date, checkpointing, is_compiled):
+    """Until #2281 their FSDP hooks run within a recomputed layer, afterwards experts are in their layer's group."""
+    row = row_of(PIPELINED, **EXPERTS, date=date, seq_len="64", local_bs="1")
+    row = replace(row, checkpointing=checkpointing, is_compiled=is_compiled)
+    args = replace(get_family("deepseek_v3").flavors["debug_v3"], num_layers=3)
+    job = Job.of(load_config(settings_of(row)[0], settings_of(row)[1:]), args, MeshShape(dp_shard=4, ep=4))
+    with historical_build(build_of(row), tp=1):
+        trace = capture(job, rank=0, kernels=Kernels("cuda", "cudnn", "fused"), num_steps=1)
+    rows = 64 * 3  # of each token's experts, received if all ranks are alike
+    held = [
+        block for block in trace.blocks if block.point.phase == "forward" and block.num_bytes == rows * args.dim * 2
+    ]
+    assert len(held) >= 4  # sent, received, computed, returned
 
 
 def test_a_table_of_something_else_is_refused():
