@@ -117,7 +117,8 @@ def build(
         runner: Runner = WholeModel(parts[0])
         if is_ddp(dims):
             compute_in(parts[0], getattr(torch, config.training.mixed_precision_param))
-            runner = Replicated(runner, parts[0], meshes["dp_replicate"].get_group())
+            reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
+            runner = Replicated(runner, parts[0], meshes["dp_replicate"].get_group(), reduce_dtype)
             accumulating = runner.accumulating
         elif computes_in_copies(config.training, config.parallelism, config.float8, dims):
             compute_in_copies(parts[0], getattr(torch, config.training.mixed_precision_param))

@@ -1,5 +1,7 @@
 """Mixed precision: bf16 inside and fp32 outside, in every layout alike, one rank and pure TP or PP included."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from converters.open import open_checkpoint
 from tests.dist import runs
 from tests.dist.training import Layout, build_model, global_batch, own_batch, train
+from trainer.mesh import local_part
 
 BF16 = {"mixed_precision_param": "bfloat16"}
 LAYOUTS = [
@@ -104,6 +107,68 @@ def dtypes_on_the_way(layout: Layout) -> list[set[torch.dtype]]:
 def test_parameters_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_fp32(pools, dtype):
     output = pools[2].run(dtypes_on_the_way, Layout("fsdp 2", 2, {}, BF16 | {"dtype": dtype}))
     assert output == [[{torch.bfloat16}, {torch.float32}]] * 2
+
+
+REDUCED = BF16 | {"mixed_precision_reduce": "bfloat16"}
+DDP, REPLICAS = LAYOUTS[5].parallelism, LAYOUTS[6].parallelism
+
+
+def test_gradients_are_reduced_in_bf16_where_that_is_set(pools):
+    assert pools[2].run(dtypes_on_the_way, Layout("fsdp 2", 2, {}, REDUCED)) == [[{torch.bfloat16}] * 2] * 2
+
+
+def errors_of_reduction(layout: Layout) -> dict[str, float]:
+    """Case: by parameter, how far a reduction in bf16 is from the one in fp32, rounded to bf16; in its last places."""
+    found = {}
+    for reduce in ("float32", "bfloat16"):
+        each = replace(layout, training=layout.training | {"mixed_precision_reduce": reduce})
+        model = build_model(each, "debug_gqa")
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+        found[reduce] = {fqn: local_part(p.grad) for fqn, p in model.named_parameters().items()}
+    errors = {}
+    for fqn, exact in found["float32"].items():
+        reduced = found["bfloat16"][fqn]
+        assert reduced.dtype == torch.float32 and torch.equal(reduced, reduced.bfloat16().float())
+        largest = exact.abs().max().clamp_min(1e-30)
+        errors[fqn] = float(
+            (reduced - exact.bfloat16().float()).abs().max() / (largest * torch.finfo(torch.bfloat16).eps)
+        )
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("layout", "bound"),
+    [
+        (Layout("fsdp 2", 2, {}, BF16), 0),  # gradients of two ranks are in bf16: their sum is rounded once, as here
+        # without the sum over chunks of the loss, which a rank has in fp32
+        (Layout("ddp 2", 2, DDP, BF16 | {"loss": "plain"}), 0),
+        # The sum of four is rounded twice more, each time by at most half of the last place of the partial sum
+        pytest.param(Layout("hsdp 2 × 2", 4, REPLICAS, BF16), 2, marks=pytest.mark.slow),
+        pytest.param(Layout("tp 2 fsdp 2", 4, {"tensor_parallel_degree": 2}, BF16), 0, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_reduction_in_bf16_is_the_exact_one_rounded(pools, layout, bound):
+    for errors in pools[layout.world_size].run(errors_of_reduction, layout):
+        assert errors and max(errors.values()) <= bound
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("ddp 2", 2, DDP, REDUCED),
+        pytest.param(Layout("fsdp 2", 2, {}, REDUCED), marks=pytest.mark.slow),
+        pytest.param(Layout("pp 2 fsdp 2", 4, {"pipeline_parallel_degree": 2}, REDUCED), marks=pytest.mark.slow),
+        pytest.param(Layout("hsdp 2 × 2", 4, REPLICAS, REDUCED), marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_training_with_bf16_reductions_is_as_near_to_one_rank_as_bf16_and_reruns_are_equal(pools, references, layout):
+    exact, one = references
+    first, again = (pools[layout.world_size].run(train, layout, "debug_gqa", 3) for _ in range(2))
+    assert first == again
+    rounding = max(abs(a - b) for a, b in zip(one, exact, strict=True))
+    assert first[0]["losses"] == pytest.approx(one, abs=3 * rounding, rel=0)
 
 
 def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_path):

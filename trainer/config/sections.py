@@ -154,8 +154,9 @@ class Training:
     """Dtype of parameters and gradients, and of optimizer states where optimizer.state_dtype is unset."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype in every layout: FSDP casts, also with nothing to shard; under DDP each module casts."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Dtype in which FSDP reduces gradients."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients are summed over data-parallel ranks, by FSDP also over a pipeline's microbatches.
+    torchtitan v0.2.2 has only `float32`."""
     enable_cpu_offload: bool = False
     """FSDP keeps parameters, gradients and optimizer states in host memory, and copies what a layer needs."""
     loss: str = "chunked"

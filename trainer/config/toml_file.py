@@ -39,8 +39,8 @@ def read_toml(path: Path, *, shown_as: str | None = None) -> dict[str, Setting]:
 
 def read_text(path: Path) -> str:
     """The file as text with plain newlines. Raises ConfigError where it is none, or something else than a config."""
-    if error := not_a_config(str(path)):
-        raise error
+    if (other := not_a_config(str(path))) is not None:
+        raise other
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

@@ -29,12 +29,12 @@ def is_ddp(dims: MeshShape) -> bool:
 class Replicated:
     """The runner of a replicated model: runs it and sums the gradients of all replicas."""
 
-    def __init__(self, runner: Runner, model: nn.Module, group: dist.ProcessGroup):
-        self._runner, self._group = runner, group
+    def __init__(self, runner: Runner, model: nn.Module, group: dist.ProcessGroup, reduce_dtype: torch.dtype):
+        self._runner, self._group, self._reduce_dtype = runner, group, reduce_dtype
         self._parameters = list(model.parameters())
         self._is_accumulating = False
         self._is_summed = False
-        self._sums: list[dist.Work] = []
+        self._sums: list[tuple[dist.Work, Tensor, Tensor]] = []  # gradients, and what is reduced of them
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
 
@@ -48,8 +48,10 @@ class Replicated:
     ) -> Tensor:
         self._take_own_share()
         loss = self._runner.forward_backward(tokens, targets, positions, num_valid_tokens, **documents)
-        for waiting in self._sums:
+        for waiting, gradient, reduced in self._sums:
             waiting.wait()
+            if reduced is not gradient:
+                gradient.copy_(reduced)
         self._sums.clear()
         self._is_summed = not self._is_accumulating
         return loss
@@ -69,8 +71,10 @@ class Replicated:
     def _sum_gradient(self, parameter: nn.Parameter) -> None:
         import torch.distributed as dist
 
-        if not self._is_accumulating:
-            self._sums.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
+        if not self._is_accumulating and (gradient := parameter.grad) is not None:
+            reduced = gradient.to(self._reduce_dtype)
+            waiting = dist.all_reduce(reduced, group=self._group, async_op=True)
+            self._sums.append((waiting, gradient, reduced))
 
     def _take_own_share(self) -> None:
         """Divide gradients that were already reduced and not cleared, so that they count once and not once per rank."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from trainer.job import Job
 from trainer.loss.registry import CHUNKED, PLAIN
 from trainer.parallel.compile import compiles
+from trainer.parallel.ddp import is_ddp
 from trainer.parallel.experts import has_experts
 from trainer.parallel.float8 import float8_filters, is_float8, weight_shapes
 
@@ -41,6 +42,9 @@ def formula_gaps(job: Job) -> list[str]:
         " described": is_fp32 and is_compiled,
         "training.mixed_precision_param = 'float32' with a larger validation: attention with grouped queries makes all"
         " scores, which are only counted for training": is_fp32 and is_grouped and has_larger_validation,
+        f"training.mixed_precision_reduce = {training.mixed_precision_reduce!r}: casts to it are not described": (
+            training.mixed_precision_reduce != (training.dtype if is_ddp(dims) else "float32")
+        ),
         f"compile.backend = {config.compile.backend!r}: what a compiler other than inductor keeps is not known": (
             is_compiled and config.compile.backend != "inductor"
         ),

@@ -105,7 +105,7 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[optimizer]\nbeta1 = 1.0", "≥ 0 and < 1"),
         ("[optimizer]\neps = 0.0", "must be a number > 0"),
         ("[optimizer]\nname = 'Adamw'", "must be one of Adam, AdamW"),
-        ("[training]\nmixed_precision_reduce = 'bfloat16'", "must be float32"),
+        ("[training]\nmixed_precision_reduce = 'float16'", "must be one of float32, bfloat16"),
         ("[training]\nglobal_batch_size = 0", "≥ 1, or -1"),
         ("[checkpoint]\nkeep_latest_k = 1", "not 1"),
         ("[checkpoint]\nexclude_from_loading = ['optimiser']", "a list, each item one of optimizer"),
