@@ -6,6 +6,9 @@
 The predictions' SHA-256 is printed before anything is measured. Kernels, streams and the allocator are the GPU's own;
 only NCCL's buffers are missing. Models of 1B and 8B are cut in depth. Every case runs in a process of its own, for two
 steps. Limits: allocated 3 % eager and 5 % compiled, reserved 5 %.
+
+A fake collective leaves the memory of its result as it was. If that is NaN, `foreach` and moments in bf16 skip their
+update, and the peak lacks it: the line of such a case says so, and is no verdict.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
@@ -91,11 +95,12 @@ def main() -> None:
     parser.add_argument("what", choices=("predict", "measure", "one"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--gpu", choices=GPUS, default="h100-80")
-    parser.add_argument("--case", help="one case alone, by its name")
+    parser.add_argument("--case", action="append", metavar="NAME", help="this case alone; repeatable")
+    parser.add_argument("--out", type=Path, help="append every measurement to this file, as a line of JSON")
     chosen = parser.parse_args()
-    cases = [case for case in CASES if chosen.case in (None, case.name)]
-    if not cases:
-        parser.error(f"no case is named {chosen.case!r}")
+    if unknown := set(chosen.case or ()) - {case.name for case in CASES}:
+        parser.error(f"no case is named {', '.join(map(repr, sorted(unknown)))}")
+    cases = [case for case in CASES if not chosen.case or case.name in chosen.case]
     if chosen.what == "predict":
         found: dict[str, dict[str, float]] = {}
         for case in cases:
@@ -104,7 +109,7 @@ def main() -> None:
     elif chosen.what == "one":
         print(json.dumps(measure(cases[0])))
     else:
-        raise SystemExit(compare(chosen.file, cases))
+        raise SystemExit(compare(chosen.file, cases, chosen.out))
 
 
 def predict(case: Case, gpu: str) -> dict[str, float]:
@@ -119,8 +124,8 @@ def predict(case: Case, gpu: str) -> dict[str, float]:
     return {"allocated": peak.allocated_bytes / GIB, "reserved": peak.reserved_bytes / GIB}
 
 
-def measure(case: Case) -> dict[str, float]:
-    """The same, as the GPU's own allocator counts it over the second step of a real run."""
+def measure(case: Case) -> dict[str, Any]:
+    """The same, as the GPU's own allocator counts it over a real run's second step, and whether that had an update."""
     import torch
 
     from trainer.build import build
@@ -146,42 +151,55 @@ def measure(case: Case) -> dict[str, float]:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             ids = torch.zeros(shape, dtype=torch.int64)
-            step.run(Batch(tokens=ids, targets=ids), optimizer, stop_requested=False)
+            result = step.run(Batch(tokens=ids, targets=ids), optimizer, stop_requested=False)
             optimizer.zero_grad()
         torch.cuda.synchronize()
         return {
             "allocated": torch.cuda.max_memory_allocated() / GIB,
             "reserved": torch.cuda.max_memory_reserved() / GIB,
+            "has_update": result.is_finite,
         }
 
 
-def compare(file: Path, cases: list[Case]) -> int:
+def compare(file: Path, cases: list[Case], out: Path | None) -> int:
     """Print predicted, measured and the difference; 1 where a limit does not hold."""
     predicted = json.loads(file.read_text())
     print(f"{file.name}: SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}", flush=True)
     missed = 0
     for case in cases:
         setting = f"expandable_segments:{case.allocator == 'expandable'}"
-        words = [sys.executable, "-P", __file__, "one", str(file), "--case", case.name]
+        path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
-            words,
+            [sys.executable, "-P", __file__, "one", str(file), "--case", case.name],
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTORCH_ALLOC_CONF": setting},
+            env={**os.environ, "PYTHONPATH": path, "PYTORCH_ALLOC_CONF": setting},
         )
+        line: dict[str, Any] = {"case": case.name}
         if done.returncode:
-            missed += 1
-            print(f"{case.name:40} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
-            continue
-        found = json.loads(done.stdout.splitlines()[-1])
-        said = [f"{case.name:40}"]
-        for name, size in found.items():
-            error = predicted[case.name][name] / size - 1
-            most = MOST["allocated, compiled" if name == "allocated" and case.is_compiled else name]
-            missed += abs(error) > most
-            said.append(f"{name} {predicted[case.name][name]:.3f} / {size:.3f} ({error:+.2%}, limit {most:.0%})")
-        print("  ".join(said), flush=True)
+            line["error"] = done.stderr.strip()[-2000:]
+        else:
+            line |= {"predicted": predicted[case.name], "measured": json.loads(done.stdout.splitlines()[-1])}
+            line |= judge(case, line["predicted"], line["measured"])
+        missed += not line.get("ok", False)
+        print(f"{case.name:40} {line.get('says') or 'failed: ' + line['error'].splitlines()[-1]}", flush=True)
+        if out:
+            with out.open("a") as results:
+                results.write(json.dumps(line) + "\n")
     return int(missed > 0)
+
+
+def judge(case: Case, predicted: dict[str, float], measured: dict[str, Any]) -> dict[str, Any]:
+    """Whether the limits hold, and the differences in words."""
+    says, ok = [], True
+    for name, size in predicted.items():
+        error = size / measured[name] - 1
+        most = MOST["allocated, compiled" if name == "allocated" and case.is_compiled else name]
+        ok = ok and abs(error) <= most
+        says.append(f"{name} {size:.3f} / {measured[name]:.3f} ({error:+.2%}, limit {most:.0%})")
+    if not measured["has_update"]:
+        return {"ok": True, "says": "  ".join((*says, "the update was skipped: no verdict"))}
+    return {"ok": ok, "says": "  ".join((*says, *(() if ok else ("MISSED",))))}
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 python scripts/bench/infer.py            with a GPU: 8B in bf16, int8 and float8, with and without --compile, and fp8
                                          folders of 8B's width and with 64 experts, dequantized and as stored; GPT-OSS
                                          20B's shapes, an mxfp4 folder, likewise
+python scripts/bench/infer.py --tiny     the same rows of tiny models on a CPU, not compiled: whether they run
 python scripts/bench/infer.py --on cpu   on two threads: 1.2B in fp32 and bf16, the time from start to first token, and
                                          1.3B with 64 experts, of which a token reads 8, also from a fp8 folder;
                                          GPT-OSS 20B's shapes as stored
 
-Each round runs each row once; the medians of `--rounds` count. Weights are random: speed does not depend on them. The
-exit code is 1 where a limit is missed. `--dir` keeps the checkpoints for the next time.
+Each round runs each row once; the medians of `--rounds` count. Weights are random: speed does not depend on them. A
+checkpoint is made when the first row that reads it runs; `--dir` keeps them for the next time. A row that fails is a
+result with its error. The exit code is 1 if a row fails or misses a limit; there are none with `--layers` or `--tiny`.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -39,6 +41,14 @@ _MANY_LETTERS = [20 + 37 * n % 300 for n in range(24)]  # of the prompts of a ba
 _BATCH_SIZE = 8
 _PEERS = Path(__file__).parent / "infer_peers.py"
 _START_SECS = 6.0
+_OF_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_local_experts": 8, "moe_intermediate_size": 128}
+_OF_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+TINY = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 1024, "num_hidden_layers": 2}
+TINY |= _OF_HEADS | _OF_EXPERTS
+
+
+class RunFailed(Exception):
+    """A process ended with an error: the command and its output."""
 
 
 @dataclass(slots=True)
@@ -48,7 +58,12 @@ class Row:
     name: str
     argv: Sequence[str]
     threads: int | None = None
-    readings: list[dict[str, float]] = field(default_factory=list)
+    readings: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def form(self) -> str:
+        """The checkpoint that it reads."""
+        return next(form for form in (HF, DCP, EXPERTS, FP8, FP8_EXPERTS, MXFP4) if form in self.argv)
 
     def middle(self, what: str) -> float | None:
         values = [reading[what] for reading in self.readings if reading.get(what) is not None]
@@ -137,19 +152,23 @@ def gpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
         rows.append(Row(f"8B, {name}, --compile", _titan(HF, SHORT, tokens, "--compile", *options)))
         limits.append(Limit(f"8B, {name}, --compile", "bandwidth_share", least))
     rows += [Row(f"8B, {name}", _titan(HF, SHORT, tokens, *options)) for name, options, _ in quantized]
-    rows += _fp8_rows(FP8, "8B's width", tokens) + _fp8_rows(FP8_EXPERTS, "64 experts", tokens)
+    for form, of in ((FP8, "8B's width"), (FP8_EXPERTS, "64 experts")):
+        rows += _fp8_rows(form, of, tokens, "--compile") + _fp8_rows(form, of, tokens)
     dequantized, stored = (f"GPT-OSS 20B, {how}" for how in ("dequantized", "as stored"))
     rows.append(Row(dequantized, _titan(MXFP4, SHORT, tokens, "--dtype", "bfloat16")))
     rows.append(Row(stored, _titan(MXFP4, SHORT, tokens, "--quantize", "stored")))
-    limits.append(Limit(stored, "decode_per_sec", 2.0, over=dequantized))
+    # A token reads 53 MB of attention in each of 24 layers, 199 MB of 4 experts in bf16 or 53 MB of their codes, and an
+    # output layer of 1,158 MB: (24 · 252 + 1158) / (24 · 106 + 1158) = 1.95 times the bytes. 1.7 is 87 % of it
+    limits.append(Limit(stored, "decode_per_sec", 1.7, over=dequantized))
     return rows, limits
 
 
-def _fp8_rows(form: str, of: str, tokens: int, *, threads: int | None = None) -> list[Row]:
+def _fp8_rows(form: str, of: str, tokens: int, *options: str, threads: int | None = None) -> list[Row]:
     """A fp8 folder, dequantized while it is read and as it is stored, both computed in bfloat16."""
+    hows = (("dequantized", ("--dtype", "bfloat16")), ("as stored", ("--quantize", "stored")))
     return [
-        Row(f"{of}, fp8 folder, dequantized", _titan(form, SHORT, tokens, "--dtype", "bfloat16"), threads),
-        Row(f"{of}, fp8 folder, as stored", _titan(form, SHORT, tokens, "--quantize", "stored"), threads),
+        Row(", ".join((of, "fp8 folder", how, *options)), _titan(form, SHORT, tokens, *more, *options), threads)
+        for how, more in hows
     ]
 
 
@@ -171,68 +190,95 @@ def _peer(what: str, form: str, dtype: str, prompt: str, tokens: int) -> list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the rows of a GPU, as tiny models on a CPU")
+    parser.add_argument("--make-only", action="store_true", help="make the rows' checkpoints in --dir, and run nothing")
+    parser.add_argument("--layers", type=int, help="cut every model to so many layers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, help="new ones of each run; default: 40 on a CPU, 512 on a GPU")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--out", type=Path, help="append every reading to this file, as a line of JSON")
     parser.add_argument("--dir", type=Path, help="where the checkpoints are, or are put and kept")
     chosen = parser.parse_args()
-    on_cpu = chosen.on == "cpu"
+    on_cpu = chosen.on == "cpu" and not chosen.tiny
     tokens = chosen.tokens or (40 if on_cpu else 512)
     rows, limits = (cpu_rows if on_cpu else gpu_rows)(tokens)
     rows = [row for row in rows if chosen.only in row.name]
+    if chosen.tiny:  # a CPU compiles for minutes
+        rows = [replace(row, argv=[word for word in row.argv if word != "--compile"]) for row in rows]
     if not rows:
         parser.error(f"no row's name contains {chosen.only!r}")
+    sizes = TINY if chosen.tiny else {"num_hidden_layers": chosen.layers} if chosen.layers else {}
     with TemporaryDirectory(prefix="titan-bench-") as temporary:
         work = (chosen.dir or Path(temporary)).absolute()
-        prepare(work, LLAMA_1B if on_cpu else LLAMA_8B, dcp=on_cpu, experts=QWEN3_MOE if on_cpu else None)
-        for form, numbers in ((FP8, QWEN3_WIDE), (FP8_EXPERTS, QWEN3_MOE)):
-            if any(form in row.argv for row in rows):
-                prepare_fp8(work, form, numbers)
-        if any(MXFP4 in row.argv for row in rows) and not (work / MXFP4).is_dir():
-            write_gpt_oss(work / MXFP4, GPT_OSS_20B)
-            write_tokenizer(work / MXFP4, GPT_OSS_20B["vocab_size"])
+        work /= "tiny" if chosen.tiny else f"{chosen.layers} layers" if chosen.layers else ""
+        write_prompts(work)
+        llama = LLAMA_1B if on_cpu else LLAMA_8B
+        if chosen.make_only:
+            for row in rows:
+                prepare(work, row.form, llama, sizes)
+            return
         for number in range(chosen.rounds):
             for row in rows:
                 print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
-                reading = _read(row, work, on_cpu=on_cpu)
+                try:
+                    prepare(work, row.form, llama, sizes)
+                    reading = _read(row, work, on_cpu=chosen.on == "cpu" or chosen.tiny)
+                except RunFailed as error:  # such as out of memory: the other rows still count
+                    print(error, file=sys.stderr, flush=True)
+                    reading = {"error": str(error)[-2000:]}
                 row.readings.append(reading)
                 if chosen.out:
                     with chosen.out.open("a") as file:
                         file.write(json.dumps({"row": row.name, "round": number + 1, **reading}) + "\n")
-        ok = _print_table(rows, limits, machine(work))
+        ok = _print_table(rows, [] if sizes else limits, machine(work))
     raise SystemExit(0 if ok else 1)
 
 
-def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool, experts: Mapping[str, Any] | None = None) -> None:
-    """Make missing checkpoints and prompts, and read every file into the page cache."""
+def write_prompts(work: Path) -> None:
+    """The prompts of all rows."""
     work.mkdir(parents=True, exist_ok=True)
     text = (ROOT / "README.md").read_text()
     for name, letters in _LETTERS.items():
         (work / name).write_text(text[:letters])
     prompts = [{"id": n, "prompt": text[50 * n :][:letters]} for n, letters in enumerate(_MANY_LETTERS)]
     (work / MANY).write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    for name, numbers in ((HF, config), (EXPERTS, experts)):
-        if numbers is None or (work / name / "tokenizer.json").is_file():
-            continue
-        shutil.rmtree(work / name, ignore_errors=True)
-        write_model(work / name, numbers, normal=True)
-        write_tokenizer(work / name, numbers["vocab_size"])
-    if dcp and not (work / DCP).is_dir():
-        _run(["convert", "hf-to-dcp", HF, DCP], work)
-    read_once(work)
 
 
-def prepare_fp8(work: Path, form: str, config: Mapping[str, Any]) -> None:
-    """Make a fp8 folder, if it is missing."""
+def prepare(work: Path, form: str, llama: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    """Make a row's checkpoint, if it is missing, and read its files into the page cache.
+
+    `sizes`: in place of the model's own numbers.
+    """
     if (work / form).is_dir():
         return
-    write_model(work / "plain", config, normal=True)
-    write_tokenizer(work / "plain", config["vocab_size"])
-    _run(["convert", "hf-to-dcp", "plain", "plain-dcp"], work)
-    _run(["convert", "dcp-to-hf", "plain-dcp", form, "--quantize", "fp8"], work)
-    for name in ("plain", "plain-dcp"):
-        shutil.rmtree(work / name)
+
+    def sized(config: Mapping[str, Any]) -> dict[str, Any]:
+        made = {**config, **{name: size for name, size in sizes.items() if name in config}}
+        if "layer_types" in made:
+            made["layer_types"] = made["layer_types"][: made["num_hidden_layers"]]
+        return made
+
+    made = work / "unfinished"
+    for name in ("unfinished", "unfinished-dcp", "unfinished-fp8"):
+        shutil.rmtree(work / name, ignore_errors=True)
+    config = sized(
+        {HF: llama, DCP: llama, EXPERTS: QWEN3_MOE, FP8: QWEN3_WIDE, FP8_EXPERTS: QWEN3_MOE}.get(form, GPT_OSS_20B)
+    )
+    if form == MXFP4:
+        write_gpt_oss(made, config)
+    else:
+        write_model(made, config, normal=True)
+    write_tokenizer(made, config["vocab_size"])
+    if form in (DCP, FP8, FP8_EXPERTS):
+        _run(["convert", "hf-to-dcp", "unfinished", "unfinished-dcp"], work)
+        shutil.rmtree(made)
+        made = work / "unfinished-dcp"
+    if form in (FP8, FP8_EXPERTS):
+        _run(["convert", "dcp-to-hf", "unfinished-dcp", "unfinished-fp8", "--quantize", "fp8"], work)
+        shutil.rmtree(made)
+        made = work / "unfinished-fp8"
+    made.rename(work / form)
+    read_once(work / form)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -253,7 +299,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _read(row: Row, work: Path, *, on_cpu: bool) -> dict[str, float]:
+def _read(row: Row, work: Path, *, on_cpu: bool) -> dict[str, Any]:
     """The readings of one run, and its wall time."""
     environment = dict(os.environ)
     if on_cpu:
@@ -275,7 +321,7 @@ def _run(arguments: Sequence[str], work: Path) -> None:
 def _output(argv: Sequence[str], work: Path, environment: Mapping[str, str]) -> str:
     done = subprocess.run(argv, cwd=work, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(argv)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RunFailed(f"{' '.join(argv)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -292,7 +338,8 @@ def _print_table(rows: Sequence[Row], limits: Sequence[Limit], place: dict[str, 
     table = [["", *(title for _, title, _ in columns)]]
     for row in rows:
         middles = [(row.middle(name), form) for name, _, form in columns]
-        table.append([row.name, *("" if value is None else form.format(value) for value, form in middles)])
+        name = row.name + (": FAILED" if any("error" in reading for reading in row.readings) else "")
+        table.append([name, *("" if value is None else form.format(value) for value, form in middles)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         cells = zip(line, widths, strict=True)
@@ -309,7 +356,7 @@ def _print_table(rows: Sequence[Row], limits: Sequence[Limit], place: dict[str, 
         print(
             f"{limit}: {shown} ({'at most' if limit.is_most else 'at least'} {limit.bound:g}){'' if ok else '  MISSED'}"
         )
-    ok = all(j["ok"] for j in judged)
+    ok = all(j["ok"] for j in judged) and not any("error" in reading for row in rows for reading in row.readings)
     results = [{"name": row.name, "readings": row.readings} for row in rows]
     versions = {name: version(name) for name in ("torch", "torchao", "transformers")}
     print(json.dumps({"ok": ok, "machine": place, "versions": versions, "limits": judged, "results": results}))

@@ -1,6 +1,8 @@
 """Training speed by layout and option: tokens/s, MFU, memory and seconds of the first step of `titan train` runs.
 
-python scripts/bench/train.py                   with a GPU: 8B width and 1B; eager, compile, compile + float8
+python scripts/bench/train.py                   with a GPU: 8B width and 1B; eager, compile, compile + float8; 30B-A3B's
+                                                width; documents by flex and varlen
+python scripts/bench/train.py --tiny            the same rows, tiny, on a CPU, layers not compiled: whether they run
 python scripts/bench/train.py --on cpu --peer   the debug model on 1 and 4 gloo ranks, in alternation with torchtitan
 
 Each round runs each row once. A run's reading is the median of its log lines after the first few; a row's result is the
@@ -32,12 +34,26 @@ FLAVORS = """
 from dataclasses import replace
 
 from converters.families.llama3 import LLAMA3
+from converters.families.qwen3 import QWEN3
 from converters.families.registry import register
 
-whole = LLAMA3.flavors["8B"]
-cut = {f"8B, {num} layers": replace(whole, num_layers=num) for num in (8, 12)}
+DENSE, SMALL, EXPERTS = "8B", "1B", "30B-A3B"
+whole, experts = LLAMA3.flavors[DENSE], QWEN3.flavors[EXPERTS]
+cut = {f"8B, {num} layers": replace(whole, num_layers=num) for num in (2, 8, 12)} | {"1B": LLAMA3.flavors[SMALL]}
 register(replace(LLAMA3, flavors={**LLAMA3.flavors, **cut}))
+register(replace(QWEN3, flavors={**QWEN3.flavors, "30B-A3B, 4 layers": replace(experts, num_layers=4)}))
 """
+# FLAVORS and options that make every row a run of seconds on a CPU
+TINY_FLAVORS = FLAVORS.replace('"8B", "1B", "30B-A3B"\n', '"debug_gqa", "debug_gqa", "debug_moe"\n')
+TINY = (
+    "--training.seq_len",
+    "128",
+    "--compile.backend",
+    "aot_eager",
+    "--quantize.linear.float8.emulate",
+    "--compile.components",
+    "loss",
+)
 CONFIG = """
 [training]
 dataset = "tokens"
@@ -67,6 +83,7 @@ selective_ac_option = "2"
 _KEEP_ALL = ("--activation_checkpoint.mode", "none")
 _COMPILE = ("--compile.enable",)
 _FLOAT8 = (*_COMPILE, "--model.converters", "quantize.linear.float8")
+_BATCH = "--training.local_batch_size"
 _DEBUG = ("--model.flavor", "debugmodel", "--training.seq_len", "256", "--training.local_batch_size", "8")
 _TP, _PP = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
 
@@ -96,13 +113,12 @@ class Row:
 def gpu_rows() -> list[Row]:
     """Most valuable first. Goals on one H200: 55 % MFU in bf16 with compile, float8 1.3 × as fast as eager bf16.
 
-    States take 16 bytes per parameter, activations about 168 KB per token and layer, logits and buffers 10 GB.
+    `needs_gb` is the upper bound that titan estimate-memory --gpu h100-80 gives for nvidia-smi, of the eager row.
     """
     rows = []
-    for layers, batch, needs_gb in ((12, 2, 105.0), (8, 1, 66.0)):
+    for layers, needs_gb in ((12, 96.0), (8, 72.0)):
         size = f"8B width, {layers} layers"
-        options = ("--model.flavor", f"8B, {layers} layers", "--training.seq_len", "8192")
-        options += ("--training.local_batch_size", str(batch), *_KEEP_ALL)
+        options = ("--model.flavor", f"8B, {layers} layers", "--training.seq_len", "8192", _BATCH, "2", *_KEEP_ALL)
         variants: list[tuple[str, tuple[str, ...], Any, Any]] = [
             ("compile", _COMPILE, ("mfu", 0.55), None),
             ("eager", (), None, None),
@@ -114,9 +130,21 @@ def gpu_rows() -> list[Row]:
             Row(f"{size}: {name}", (*options, *more), needs_gb=needs_gb, least=least, times=times)
             for name, more, least, times in variants
         ]
-    options = ("--model.flavor", "1B", "--training.seq_len", "8192", "--training.local_batch_size", "4", *_KEEP_ALL)
+    experts = ("--model.name", "qwen3", "--model.flavor", "30B-A3B, 4 layers", "--debug.moe_force_load_balance")
+    experts += ("--training.seq_len", "4096", _BATCH, "2", *_KEEP_ALL)
+    for name, more in (("compile", _COMPILE), ("eager", ())):
+        rows.append(Row(f"30B-A3B width, 4 layers: {name}", (*experts, *more), needs_gb=60.0))
+    within = ("--training.document_mask", "offsets", "--model.attn_type")
+    documents = ("--model.flavor", "8B, 2 layers", "--training.seq_len", "8192", _BATCH, "2", *_KEEP_ALL, *_COMPILE)
+    for name, more in (
+        ("causal", ()),
+        ("documents, flex", (*within, "flex")),
+        ("documents, varlen", (*within, "varlen")),
+    ):
+        rows.append(Row(f"8B width, 2 layers: {name}", (*documents, *more), needs_gb=34.0))
+    small = ("--model.flavor", "1B", "--training.seq_len", "8192", _BATCH, "4", *_KEEP_ALL)
     for name, more in (("compile", _COMPILE), ("eager", ()), ("compile, float8", _FLOAT8)):
-        rows.append(Row(f"1B: {name}", (*options, *more), needs_gb=60.0))
+        rows.append(Row(f"1B: {name}", (*small, *more), needs_gb=75.0))
     return rows
 
 
@@ -139,6 +167,7 @@ def cpu_rows(*, peer: bool) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="the rows of a GPU, as tiny models on a CPU")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="rows whose name contains this")
@@ -150,14 +179,16 @@ def main() -> None:
     parser.add_argument("--peer-env", type=Path, help="its virtual environment, kept; created if it does not exist")
     parser.add_argument("rest", nargs="*", help="further --section.key VALUE for every row, after --")
     chosen = parser.parse_args()
-    rows = gpu_rows() if chosen.on == "cuda" else cpu_rows(peer=chosen.peer)
+    rows = gpu_rows() if chosen.on == "cuda" or chosen.tiny else cpu_rows(peer=chosen.peer)
+    if chosen.tiny:
+        chosen.on, rows = "cpu", [replace(row, least=None, times=None) for row in rows]
     rows = [row for row in rows if (chosen.only == row.name if chosen.exact else chosen.only in row.name)]
     rows = [row for row in rows if not chosen.gb or row.needs_gb <= chosen.gb]
     if not rows:
         parser.error(f"no row is left: --only {chosen.only!r}, --gb {chosen.gb:g}")
     with TemporaryDirectory(prefix="titan-bench-") as folder:
         work = Path(folder)
-        prepare(work)
+        prepare(work, FLAVORS if not chosen.tiny else TINY_FLAVORS)
         peer = _torchtitan_python(chosen.peer_env or work / "torchtitan") if chosen.peer else None
         for number in range(chosen.rounds):
             for row in rows:
@@ -173,9 +204,9 @@ def main() -> None:
     raise SystemExit(0 if ok else 1)
 
 
-def prepare(work: Path) -> None:
+def prepare(work: Path, flavors: str) -> None:
     """Configs, tokens for titan and the same text for torchtitan."""
-    (work / "bench_flavors.py").write_text(FLAVORS)
+    (work / "bench_flavors.py").write_text(flavors)
     (work / "bench.toml").write_text(CONFIG)
     (work / "torchtitan.toml").write_text(PEER_CONFIG)
     sources = [ROOT / name for name in ("converters", "trainer", "README.md")]
@@ -203,7 +234,8 @@ def _read(work: Path, row: Row, chosen: argparse.Namespace, peer: Path | None) -
     """The reading of one run: of titan's log, or of torchtitan's."""
     dump = work / "run"
     (dump / "metrics.jsonl").unlink(missing_ok=True)
-    options = [*row.options, "--job.dump_folder", str(dump), "--training.steps", str(chosen.steps), *chosen.rest]
+    options = [*row.options, "--job.dump_folder", str(dump), "--training.steps", str(chosen.steps)]
+    options += [*(TINY if chosen.tiny else ()), *chosen.rest]
     environment = {"CUDA_VISIBLE_DEVICES": ""} if chosen.on == "cpu" else {}
     started = time.perf_counter()
     if row.is_peer:
