@@ -109,9 +109,16 @@ def inspect_checkpoint(
         num_values=len(catalog.blobs) + len(catalog.values),
         values=values,
         has_manifest=manifest_of(catalog) is not None,
-        notes=tuple(catalog.notes),
+        notes=(*catalog.notes, *_describe_payloads(catalog)),
         parts=parts,
     )
+
+
+def _describe_payloads(catalog: Catalog) -> list[str]:
+    """Notes on items that are smaller than the tensors that .metadata lists: an optimizer's in 8 bits, for example."""
+    with CatalogReader(catalog) as reader:
+        counts = Counter(reader.smaller_than_listed().values())
+    return [f"{number:,} tensors are smaller in the files than listed here: {what}" for what, number in counts.items()]
 
 
 def _quantization(catalog: Catalog, quantized: QuantizedTensors | None) -> dict[str, Any] | None:

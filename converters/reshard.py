@@ -17,10 +17,11 @@ from converters.dtypes import itemsize
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError
+from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
 from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.expressions import has_own_rows
 from converters.families.registry import get_family
+from converters.fold import fold_texts
 from converters.formats.dcp import EXTRA_FILE
 from converters.json_file import read_json
 from converters.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
@@ -141,6 +142,7 @@ def reshard(
         halved = (names for fqn, names in stored.items() if has_own_rows(contents.source.expressions[fqn]))
         vouched = vouched_for(training.catalog, stored, halved=frozenset(chain.from_iterable(halved)))
         check_blobs(reader)
+        _refuse_other_payloads(reader, sections)
         held = contents.source.tensors
         weights = {n: i for n, i in held.items() if n in spelling.weights}
         moments = {n: held[n] for names in contents.moments.values() for n in names}
@@ -216,6 +218,18 @@ def reshard(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
+
+
+def _refuse_other_payloads(reader: CatalogReader, sections: Mapping[str, str]) -> None:
+    """Raise UnsupportedError where items hold other classes than the plain tensors that .metadata lists."""
+    if other := reader.smaller_than_listed():
+        found = dict.fromkeys(sections[name] for name in other)
+        raise UnsupportedError(
+            f"{reader.catalog.root}: {len(other):,} tensors are not stored as .metadata lists them:"
+            + list_offenders(fold_texts([f"{name}: {what}" for name, what in other.items()])),
+            hint="their codes and scales are those of the parts that ranks held, and cannot be cut for others",
+            tries=[f"--drop {','.join(found)}"],
+        )
 
 
 def _check_choice(mesh: MeshShape | None, num_files: int | None, shard_bytes: int | None) -> None:

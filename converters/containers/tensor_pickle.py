@@ -1,5 +1,6 @@
 """Read and write torch's pickles of tensors without torch; a tensor is read as a reference into a storage."""
 
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ UNCOVERED_DTYPES = (
     *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
     *("float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bcomplex32", "complex32"),
 )
+
+
+_OF_TORCHAO = re.compile(rb"ctorchao(?:\.\w+)*\n(\w+)\n")  # a class in a pickle of protocol 2, which torch writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,16 @@ TENSOR_STUBS: Stubs = {
 
 def load_tensors(data: bytes, *, what: str) -> Any:
     """The value of a torch.save `data.pkl` with a TensorRef in place of each tensor."""
-    return safe_load(data, {**PLAIN_STUBS, **TENSOR_STUBS}, what=what, persistent=_storage)
+    try:
+        return safe_load(data, {**PLAIN_STUBS, **TENSOR_STUBS}, what=what, persistent=_storage)
+    except UnsupportedError:
+        if found := _OF_TORCHAO.search(data):
+            raise UnsupportedError(
+                f"{what}: quantized by torchao ({found[1].decode()}), which is not covered",
+                hint="its codes and scales are of one rank's part, and .metadata says only what they stand for; "
+                "leave it out, or dequantize it and save again",
+            ) from None
+        raise
 
 
 def _storage(pid: Any) -> Storage:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from converters.cover import BoxIndex
 from converters.crc import crc32
 from converters.dtypes import itemsize, numpy_dtype
 from converters.engine.open_files import OpenFiles
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, UnsupportedError
 
 BLOCK_BYTES = 8 << 20
 _LONG_RUN_BYTES = 32 << 10  # from this length on, one read per run is faster than reading the gaps, too
@@ -158,16 +159,55 @@ class CatalogReader:
             chunk = self.located(fqn, chunk)
             if chunk.crc32 is None or chunk.record is None:
                 continue
-            offset, length = chunk.record
-            crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
-            with self._files.use(chunk.file) as descriptor:
-                for position in range(0, length, BLOCK_BYTES):
-                    part = buffer[: min(BLOCK_BYTES, length - position)]
-                    _read_into(descriptor, offset + position, part, f"{self.catalog.root / chunk.file}: {fqn}")
-                    crc = crc32(part, crc)
-            if crc != chunk.crc32:
+            if self._crc32(chunk.file, *chunk.record, what=fqn) != chunk.crc32:
                 problems.append(f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: its bytes have changed (CRC32)")
         return problems
+
+    def _crc32(self, file: str, offset: int, length: int, *, what: str) -> int:
+        """The CRC32 of a part of a file, read block by block."""
+        crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
+        with self._files.use(file) as descriptor:
+            for position in range(0, length, BLOCK_BYTES):
+                part = buffer[: min(BLOCK_BYTES, length - position)]
+                _read_into(descriptor, offset + position, part, f"{self.catalog.root / file}: {what}")
+                crc = crc32(part, crc)
+        return crc
+
+    def unread_problems(self, fqn: str) -> list[str]:
+        """Compare every record of DCP items whose tensors are not supported with the CRC32 that it carries."""
+        problems = []
+        for chunk in self.catalog.tensors[fqn].chunks:
+            assert chunk.item is not None
+            start, length = chunk.item
+            with self._files.use(chunk.file) as descriptor:
+                records = read_zip(partial(_pread_item, descriptor, start), length, what=fqn)
+            for record in records.values():
+                if record.crc32 and record.crc32 != self._crc32(
+                    chunk.file, start + record.data_offset, record.size, what=fqn
+                ):
+                    problems.append(
+                        f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: {record.name} has changed (CRC32)"
+                    )
+        return problems
+
+    def smaller_than_listed(self) -> dict[str, str]:
+        """Tensors whose DCP items are too small for their values: name → what the first item of each holds instead."""
+        found = {}
+        for fqn, entry in self.catalog.tensors.items():
+            width = itemsize(entry.dtype)
+            small = [c for c in entry.chunks if c.item is not None and c.item[1] < c.box.num_elements * width]
+            if small:
+                try:
+                    self.located(fqn, small[0])
+                except CheckpointError:  # damage, which reading reports
+                    continue
+                except UnsupportedError as error:
+                    found[fqn] = error.message.partition(", data.pkl: ")[2]
+        return found
+
+
+def _pread_item(descriptor: int, start: int, offset: int, length: int) -> bytes:
+    return os.pread(descriptor, length, start + offset)
 
 
 def _read_strided(read_into: _ReadInto, start: int, strides: tuple[int, ...], out: np.ndarray) -> None:
