@@ -23,7 +23,7 @@ from converters.names import OPTIMIZER
 from converters.namings import is_named
 from converters.open import open_checkpoint
 from converters.quantized_tensors import QuantizedTensors
-from converters.weights import model_part, naming_of, quantized_tensors
+from converters.weights import model_part, naming_of, native_weights, quantized_tensors
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
@@ -81,9 +81,12 @@ def inspect_checkpoint(
         found = naming_of(catalog, get_family(info.family), info.args)
         parts, naming = _parts(info, weights, found), found.name
         quantized = quantized_tensors(catalog, info)
+        if quantized is None:  # else its own problems are listed
+            with native_weights(catalog, model_from=model_from, keep_mtp=True, keep_extra=True, reads_copies=False):
+                pass
     except (CheckpointError, UnsupportedError) as error:  # its tensors can be listed nevertheless
         problem = error.message if model_from or describes_model(catalog.root) else ""
-        naming = _naming_by_names(catalog)
+        naming = _naming_by_names(catalog) if naming == "unknown" else naming
     scales = quantized.scales if quantized else {}
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values, lines = read_values(catalog), _lines(catalog, weights)

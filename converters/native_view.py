@@ -34,6 +34,7 @@ def native_view(
     allow_extra: bool = False,
     quantized: QuantizedTensors | None = None,
     keep_extra: bool = False,
+    reads_copies: bool = True,
     where: str = "",
 ) -> View:
     """`source` under native names; `quantized`: its weights whose values are codes times scales.
@@ -43,7 +44,7 @@ def native_view(
     missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
     error in any case. A tied model may repeat its output weight, which is read, and dropped where it equals the
     embedding. `keep_extra`: with the tensors of a multimodal checkpoint beside its text model, under their own names.
-    `where` begins the messages.
+    `reads_copies`: without it the output of a tied model is taken for a copy unread. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     naming, parameters = family.naming_for(naming, args), family.parameters(args)
@@ -143,7 +144,8 @@ def native_view(
             list(dict.fromkeys(problems)), family, naming, ledger.extra, missing_output=missing_output, where=where
         )
     if tied_copy is not None:
-        _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
+        if reads_copies:
+            _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
         ledger.dropped[tied_copy] = TIED_REASON
     return View(source, tensors, expressions, ledger)
 

@@ -20,7 +20,16 @@ from converters.manifest import Manifest, changed_since, check_sizes
 from converters.models_inside import ROOT, choose_model
 from converters.names import DCP_METADATA, HF_CONFIG, MANIFEST
 from converters.not_a_checkpoint import not_a_checkpoint
-from converters.weight_files import ADAPTER, RUN_STATE, find_hf_entry, is_meta_shard, name_adapters, name_unread
+from converters.weight_files import (
+    ADAPTER,
+    RUN_STATE,
+    find_hf_entry,
+    is_meta_shard,
+    name_adapters,
+    name_unread,
+    refuse_mixtures,
+    refuse_other_torch_files,
+)
 from converters.wrappers import unwrap_modules, unwrap_outer
 
 _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
@@ -137,6 +146,7 @@ def _open_folder(path: Path) -> Catalog:
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save interrupted?")
     files = _sort_files(path, names)
+    refuse_mixtures(path, names, files.entry)
     found = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
     if not found:
         raise _no_weights(files, names)
@@ -148,6 +158,7 @@ def _open_folder(path: Path) -> Catalog:
         )
     catalog = CONTAINERS[next(iter(found))].open_folder(files)
     catalog.file = "" if files.entry else catalog.file  # errors need not add a usual name to the folder's
+    refuse_other_torch_files(catalog, names)
     catalog.unread |= name_unread(catalog, names, entry=files.entry) | name_adapters(catalog, names)
     return catalog
 

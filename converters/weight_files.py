@@ -9,8 +9,9 @@ from converters.catalog import Catalog
 from converters.containers import torch_file
 from converters.containers.paths import checked_file_name
 from converters.containers.registry import CONTAINERS
+from converters.containers.safetensors import read_indexed
 from converters.containers.torch_folder import TORCH_SUFFIXES
-from converters.errors import CheckpointError, TitanError, UnsupportedError
+from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.json_file import read_json
 from converters.names import HF_CONFIG, HF_INDEX, HF_SINGLE, META_SHARD, TORCH_INDEX, TORCH_SINGLE
 
@@ -19,6 +20,7 @@ FOREIGN = {".gguf": "GGUF", ".h5": "TensorFlow", ".msgpack": "Flax", ".onnx": "O
 HF_ENTRIES = (HF_SINGLE, HF_INDEX, TORCH_SINGLE, TORCH_INDEX)  # in the order in which transformers looks for them
 _INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
 _SERIES = re.compile(r"(.*)-\d+(-of-\d+\..+)")
+_SHARD = re.compile(r"shard-\d+-model-(\d+)-of-(\d+)\.safetensors")  # of DCP's HuggingFaceStorageWriter
 ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
 ADAPTER_CONFIG = "adapter_config.json"
 _TORCHTUNE_ADAPTER = "adapter_model.pt"  # PEFT writes .safetensors or .bin, torchtune also this one
@@ -50,6 +52,95 @@ def find_hf_entry(folder: Path, names: Collection[str]) -> str:
             raise CheckpointError(f"{what} is {name}, and there is no such file", hint="correct or remove the key")
         return name
     return next((name for name in HF_ENTRIES if name in names), "")
+
+
+def refuse_mixtures(folder: Path, names: Collection[str], entry: str) -> None:
+    """Raise CheckpointError where a folder holds weights of two saves, and nothing says which of them is meant.
+
+    transformers reads every safetensors file of a folder that has shards of DCP's writer, in the directory's order, and
+    a whole file before a series, whichever is older. A file that config.json names is taken.
+    """
+    weights = {name for name in names if not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name)}
+    shards = {name for name in weights if _SHARD.fullmatch(name)}
+    whole = [name for name in (HF_SINGLE, TORCH_SINGLE) if name == entry]
+    if shards:
+        others = {n for n in weights - shards if n.endswith(".safetensors") or n in HF_ENTRIES or _INDEX.fullmatch(n)}
+        _check_series(folder, shards)
+    elif whole and not _is_named(folder):
+        shards, others = set(whole), {name for name in weights if _is_part(name, whole[0])}
+    else:
+        others = set()
+    if others:
+        shown = [*_fold_series(sorted(shards)), *_fold_series(sorted(others))]
+        raise CheckpointError(
+            f"{folder}: holds the weights twice, whole and in parts, maybe of two saves:{list_offenders(shown)}",
+            hint="transformers mixes or prefers them without a word; move those that are not meant to another folder",
+            tries=[str(folder / name) for name in whole],
+        )
+
+
+def _check_series(folder: Path, shards: Iterable[str]) -> None:
+    """Raise CheckpointError where shards belong to series of different lengths, or a part of the series is missing."""
+    numbers = {tuple(map(int, found.groups())) for name in shards if (found := _SHARD.fullmatch(name))}
+    lengths = sorted({length for _, length in numbers})
+    if len(lengths) > 1:
+        raise CheckpointError(
+            f"{folder}: shards of several saves, by their names: {', '.join(f'-of-{n:05}' for n in lengths)}",
+            hint="move those of the other save to another folder",
+        )
+    if absent := sorted(set(range(1, lengths[0] + 1)) - {number for number, _ in numbers}):
+        missing = [f"shard-*-model-{number:05}-of-{lengths[0]:05}.safetensors" for number in absent]
+        raise CheckpointError(f"{folder}: shards are missing:{list_offenders(missing)}", hint="copy the folder again")
+
+
+def _is_part(name: str, whole: str) -> bool:
+    """Whether a file is a part of the same weights in a series: model-00001-of-00003.safetensors."""
+    stem, suffix = whole.split(".")
+    return re.fullmatch(rf"{stem}-\d+-of-\d+\.{suffix}", name) is not None
+
+
+def refuse_other_torch_files(catalog: Catalog, names: Collection[str]) -> None:
+    """Raise CheckpointError where pytorch_model.bin beside safetensors is another model: other shapes or layers."""
+    if catalog.container != "safetensors" or _is_named(catalog.root):
+        return
+    try:
+        if TORCH_INDEX in names and TORCH_SINGLE not in names:
+            read = torch_file.read_catalog
+            other = read_indexed(catalog.root, catalog.root / TORCH_INDEX, lambda at, name: read(at / name).tensors)
+        elif TORCH_SINGLE in names:
+            other = torch_file.read_catalog(catalog.root / TORCH_SINGLE).tensors
+        else:
+            return
+    except TitanError:  # it cannot be compared, and is not read either
+        return
+    ours, patterns = catalog.tensors, [{_without_numbers(name) for name in each} for each in (catalog.tensors, other)]
+    problems = [
+        f"{name}: {list(ours[name].shape)} in safetensors, {list(other[name].shape)} in torch files"
+        for name in ours.keys() & other.keys()
+        if ours[name].shape != other[name].shape
+    ]
+    problems += [
+        f"{name}: only in {'safetensors' if name in ours else 'torch files'}"
+        for name in ours.keys() ^ other.keys()
+        if _without_numbers(name) in patterns[0] & patterns[1]
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{catalog.root}: holds other weights as safetensors than as torch files:"
+            + list_offenders(sorted(problems)),
+            hint="transformers takes safetensors; move the files that are not meant to another folder",
+        )
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "", name)
+
+
+def _is_named(folder: Path) -> bool:
+    """Whether config.json names the file of the weights."""
+    with suppress(TitanError):
+        return read_json(folder / HF_CONFIG).get("transformers_weights") is not None
+    return False
 
 
 def is_meta_shard(name: str) -> bool:

@@ -133,11 +133,13 @@ def native_weights(
     dequantized: str = DEQUANTIZED,
     keep_mtp: bool = False,
     keep_extra: bool | None = False,
+    reads_copies: bool = True,
 ) -> NativeWeights:
     """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
 
     `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
     `keep_extra`: likewise with tensors beside the text model of a multimodal checkpoint; None: if it has native names.
+    `reads_copies`: compare tensors that are stored twice; else nothing but headers is read.
     """
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
@@ -156,7 +158,8 @@ def native_weights(
     info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:
-        require_equal_copies(reader)
+        if reads_copies:
+            require_equal_copies(reader)
         quantized = quantized_tensors(catalog, info, dtype=dequantized)
         view = native_view(
             reader,
@@ -166,6 +169,7 @@ def native_weights(
             allow_extra=allow_extra,
             quantized=quantized,
             keep_extra=bool(info.outer) and naming.name == "native" if keep_extra is None else keep_extra,
+            reads_copies=reads_copies,
             where=str(catalog.place),
         )
         parameters = {p.fqn for p in family.parameters(info.args)}

@@ -77,12 +77,10 @@ def embedding(folder) -> torch.Tensor:
 
 
 SETS = [
-    ("single", "sharded"),
     ("single", "bin"),
     ("single", "sharded bin"),
     ("sharded", "bin"),
     ("sharded", "sharded bin"),
-    ("bin", "sharded bin"),
     ("sharded", "variant"),
     ("bin", "variant"),
     ("bin", "own.safetensors"),
@@ -95,7 +93,7 @@ SETS = [
     ("single", "tf_model.h5"),
     ("single", "flax_model.msgpack"),
     ("single", "model.onnx"),
-    ("single", "sharded", "bin", "sharded bin", "variant", "consolidated.00.pth"),
+    ("single", "bin", "sharded bin", "variant", "consolidated.00.pth"),
 ]
 
 
@@ -115,6 +113,98 @@ def test_what_transformers_takes_is_read_and_the_rest_named(tmp_path, kinds):
     for name in files - read - {entry}:
         assert name in output or "-of-" in name, (name, output)
     assert f"transformers takes {entry}" in output
+
+
+def put_shards(folder, seed: int, *, of: int = 1) -> None:
+    """As DCP's HuggingFaceStorageWriter(save_distributed=True) writes them on two ranks: each tensor in two parts."""
+    state, half = model(seed).state_dict(), len(model(seed).state_dict()) // 2
+    for rank in range(2):
+        for number in range(1, of + 1):
+            names = list(state) if of == 1 else [*state][(number - 1) * half :] if number == of else [*state][:half]
+            parts = {name: torch.chunk(state[name], 2)[rank].clone() for name in names}
+            info = {n: {"saved_offsets": [rank * len(p), *[0] * (p.dim() - 1)]} for n, p in parts.items()}
+            metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
+            name = f"shard-{rank + 1:05}-model-{number:05}-of-{of:05}.safetensors"
+            safetensors.torch.save_file(parts, folder / name, metadata=metadata)
+    CONFIG.save_pretrained(folder)
+
+
+MIXTURES = [("single", "sharded"), ("bin", "sharded bin"), ("shards", "single"), ("shards", "sharded")]
+MIXTURES += [("shards", "bin"), ("shards", "own.safetensors"), ("single", "sharded", "bin")]
+
+
+@pytest.mark.parametrize("kinds", MIXTURES, ids="+".join)
+def test_whole_and_sharded_files_are_not_chosen_between(tmp_path, kinds):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    for seed, kind in enumerate(kinds):
+        put_shards(folder, seed) if kind == "shards" else put(folder, kind, seed)
+    CONFIG.save_pretrained(folder)
+    for command in (open_checkpoint, inspect_checkpoint, lambda path: convert(path, tmp_path / "out", to="dcp")):
+        with pytest.raises(CheckpointError, match="holds the weights twice, whole and in parts"):
+            command(folder)
+    assert not verify(folder).ok
+    if "shards" not in kinds:  # what transformers would take can be named
+        path = next(p for p in (folder / "model.safetensors", folder / "pytorch_model.bin") if p.exists())
+        assert torch.equal(embedding(path), model(0).model.embed_tokens.weight)
+
+
+def test_parts_without_an_index_are_a_series_too(tmp_path):
+    put(tmp_path, "single", 0)
+    put(tmp_path, "sharded", 1)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)model.safetensors\n  model-00001-of-.* to model-"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_index_without_parts_decides_nothing(tmp_path):
+    """Some published folders have one that names the whole file."""
+    put(tmp_path, "single", 0)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(model(0).state_dict(), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(embedding(tmp_path), model(0).model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_shards_alone_are_joined(tmp_path, of):
+    put_shards(tmp_path, 0, of=of)
+    assert torch.equal(embedding(tmp_path), model(0).model.embed_tokens.weight)
+    assert inspect_checkpoint(tmp_path).model_problem == ""
+
+
+def test_shards_whose_names_contradict_one_another(tmp_path):
+    put_shards(tmp_path, 0, of=2)
+    last = tmp_path / "shard-00002-model-00002-of-00002.safetensors"
+    last.rename(tmp_path / "shard-00002-model-00002-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match="shards of several saves, by their names: -of-00002, -of-00003"):
+        inspect_checkpoint(tmp_path)
+    for path in tmp_path.glob("*-model-00002-*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"shards are missing:\n  shard-\*-model-00002-of-00002.safetensors"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_inspect_reports_tensors_that_contradict_the_config(tmp_path):
+    """Without the last rank's file every tensor is smaller, and nothing in the files says so."""
+    put_shards(tmp_path, 0)
+    (tmp_path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    found = inspect_checkpoint(tmp_path)
+    assert found.naming == "hf" and found.model is not None
+    assert "model.embed_tokens.weight  is [16, 16], should be [32, 16]" in found.model_problem
+
+
+@pytest.mark.parametrize("kind", ["bin", "sharded bin"])
+def test_torch_files_of_another_model_beside_safetensors(tmp_path, kind):
+    other = LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 3})
+    put(tmp_path, "single", 0)
+    if kind == "bin":
+        torch.save(LlamaForCausalLM(other).state_dict(), tmp_path / "pytorch_model.bin")
+    else:
+        put(tmp_path, kind, 1)
+        path = tmp_path / "pytorch_model-00001-of-00002.bin"
+        torch.save({n: t[:1].clone() for n, t in torch.load(path).items()}, path)
+    with pytest.raises(CheckpointError, match="holds other weights as safetensors than as torch files"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_file_that_the_config_names_comes_first(tmp_path):
@@ -148,15 +238,15 @@ def test_every_command_names_what_it_does_not_read(tmp_path):
     folder = tmp_path / "src"
     folder.mkdir()
     put(folder, "single", 0)
-    put(folder, "sharded", 1)
-    output = "model.safetensors.index.json is not read: transformers takes model.safetensors"
-    series = "model-00001-of-"
+    put(folder, "sharded bin", 1)
+    output = "pytorch_model.bin.index.json is not read: transformers takes model.safetensors"
+    series = "pytorch_model-00001-of-"
     for notes in (
         convert(folder, tmp_path / "dcp", to="dcp").remarks,
         inspect_checkpoint(folder).notes,
         [line for check in verify(folder).checks if check.outcome == "warning" for line in check.problems],
     ):
-        assert output in notes and any(note.startswith(series) and " to model-" in note for note in notes)
+        assert output in notes and any(note.startswith(series) and " to pytorch_model-" in note for note in notes)
     report = diff(folder, tmp_path / "dcp")
     assert report.equal and f"{folder}: {output}" in report.remarks
 
@@ -203,7 +293,7 @@ def test_weights_saved_into_titan_s_folder_later(tmp_path):
     assert torch.equal(embedding(tmp_path / "hf"), model(0).model.embed_tokens.weight)
     put(tmp_path / "hf", "own.safetensors", 1)
     shutil.move(tmp_path / "hf/own.safetensors", tmp_path / "hf/model.safetensors")
-    with pytest.raises(CheckpointError, match="model.safetensors: weights that are not in titan_manifest.json"):
+    with pytest.raises(CheckpointError, match=r"(?s)weights twice, whole and in parts.*model-00001-of-"):
         open_checkpoint(tmp_path / "hf")
     (tmp_path / "hf/model.safetensors").unlink()  # the hint's way out
     assert torch.equal(embedding(tmp_path / "hf"), model(0).model.embed_tokens.weight)
