@@ -40,7 +40,7 @@ def choose_model(catalog: Catalog, select: str | None, *, otherwise: str | None 
         shown = [_describe(catalog, place, _inside(catalog, place, places)) for place in places]
         raise SeveralModels(
             f"{catalog.place} holds {len(places)} models:{list_offenders(shown)}",
-            hint="only you know which one is meant",
+            hint="only you know which one is meant; `titan train` takes it as checkpoint.initial_load_select",
             tries=[f"--select {place or ROOT}" for place in places],
         )
     if select is None or (select == ROOT and not places):
