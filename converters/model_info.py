@@ -70,9 +70,20 @@ def describes_model(path: Path) -> bool:
     return find_model_file(path) is not None
 
 
-def find_model_file(path: Path) -> Path | None:
-    """The file in a checkpoint's folder that describes its model."""
+def description_folder(path: Path) -> Path:
+    """The folder of the files that describe the model of a checkpoint: its own or, for shards of several ranks, where
+    trainers put them: .hf_metadata in it (NeMo Automodel), or the folder above (transformers, torchtitan).
+    """
     folder = snapshot_of(path) if path.is_dir() else path.parent
+    places = [folder]
+    if any(folder.glob("shard-*-model-*.safetensors")):
+        places += [folder / ".hf_metadata", folder.absolute().parent]
+    return next((place for place in places if any((place / name).is_file() for name in MODEL_FILES)), folder)
+
+
+def find_model_file(path: Path) -> Path | None:
+    """The file that describes a checkpoint's model."""
+    folder = description_folder(path)
     return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
 
 
@@ -81,7 +92,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
 
     `path`: a folder, or a weights file in one. Raises CheckpointError where no file there describes the model.
     """
-    folder = snapshot_of(path) if path.is_dir() else path.parent
+    folder = description_folder(path)
     assets = find_assets(folder)
     config: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """The error for a folder that holds no checkpoint: what it is instead, and which path was probably meant."""
 
+import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 from converters.containers.safetensors import is_of_series
 from converters.containers.torch_folder import open_file
 from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
+from converters.foreign_folders import is_torch_checkpointing
 from converters.model_info import describes_model
 from converters.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
-from converters.weight_files import FOREIGN, HF_ENTRIES
+from converters.weight_files import ADAPTER, FOREIGN, HF_ENTRIES, merge_command
 
 
 def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[str]) -> TitanError:
@@ -35,11 +37,12 @@ def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[s
         )
     if torch_files:
         return _of_several(path, torch_files)
-    if inside := _checkpoints_inside(path, names):
-        model = path if (path / HF_CONFIG).is_file() else "FOLDER"
-        named = ["" if describes_model(place) else f" --model-from {model}" for place in inside]
-        tries = [f"{place}{option}" for place, option in zip(inside, named, strict=True)]
+    if inside := _checkpoints_inside(path):
+        tries = [f"{place}{'' if describes_model(place) else _model_from(place, path)}" for place in inside]
         return CheckpointError(f"{path}: not a checkpoint, but holds some", tries=tries[-3:])
+    if adapters := [found for found in path.glob("*/adapter_model.*") if ADAPTER.fullmatch(found.name)]:
+        newest = max((found.parent for found in adapters), key=_numbers)
+        return adapter_alone(newest, called=f"{path}: a run of PEFT, whose checkpoints are LoRA adapters, not models")
     if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:
         kinds = ", ".join(sorted({FOREIGN[Path(name).suffix] for name in foreign}))
         return UnsupportedError(
@@ -68,12 +71,44 @@ def _of_several(path: Path, torch_files: Sequence[str]) -> TitanError:
     return UnsupportedError(what, hint="name the one that holds the weights", tries=tries)
 
 
-def _checkpoints_inside(path: Path, names: Collection[str]) -> list[Path]:
-    """Folders in `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500)."""
-    places = [path / name for name in sorted(names) if not name.startswith("optimizer")]
-    marks = (DCP_METADATA, *HF_ENTRIES)
-    found = [place for place in places if place.is_dir() and any((place / mark).is_file() for mark in marks)]
-    return sorted(found, key=lambda place: [int(number) for number in re.findall(r"\d+", place.name)])
+def _checkpoints_inside(path: Path, *, depth: int = 3) -> list[Path]:
+    """Folders below `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500), oldest
+    first; where LATEST (a link, or LATEST.txt) names a folder, those in it. Unfinished saves are left out.
+    """
+    found = []
+    for place in sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink()):
+        if place.name.startswith(("optim", ".")) or (place / ".incomplete").exists():
+            continue
+        marks = (*(place / mark for mark in (DCP_METADATA, *HF_ENTRIES)), *place.glob("shard-*-model-*.safetensors"))
+        if any(mark.is_file() for mark in marks):
+            found.append(place)
+        elif depth > 1:
+            found += _checkpoints_inside(place, depth=depth - 1)
+    link, text = path / "LATEST", path / "LATEST.txt"
+    named = os.readlink(link) if link.is_symlink() else text.read_text(errors="replace") if text.is_file() else ""
+    newest = path / Path(named.strip()).name
+    return [p for p in found if named and p.is_relative_to(newest)] or sorted(found, key=_numbers)
+
+
+def _numbers(place: Path) -> list[int]:
+    return [int(number) for name in (place.parent.name, place.name) for number in re.findall(r"\d+", name)]
+
+
+def _model_from(place: Path, path: Path) -> str:
+    """The option that names the folder between `place` and `path` with a config.json; a word where there is none."""
+    folders = [folder for folder in place.parents if folder.is_relative_to(path) and (folder / HF_CONFIG).is_file()]
+    return f" --model-from {folders[0] if folders else 'FOLDER'}"
+
+
+def adapter_alone(folder: Path, *, called: str) -> UnsupportedError:
+    """The error for a folder of an adapter without its model."""
+    merged = folder.with_name(folder.name + "-merged")
+    return UnsupportedError(
+        called,
+        hint="merge it into its base model with PEFT (pip install peft), which adapter_config.json names; PEFT "
+        "refuses the version of torchao that titan uses, so this command hides it",
+        tries=[merge_command(folder, merged)],
+    )
 
 
 def _is_run(path: Path) -> bool:
@@ -84,9 +119,16 @@ def _is_run(path: Path) -> bool:
         return False
 
 
-def _name_newest(path: Path, steps: list[Path], *, called: str) -> CheckpointError:
+def _name_newest(path: Path, steps: list[Path], *, called: str) -> TitanError:
     """The error for a folder with `steps`, oldest first, below it; an interrupted save has no .metadata."""
-    complete = [step for step in steps if (step / DCP_METADATA).is_file()]
+    marks = (DCP_METADATA, *HF_ENTRIES)  # torchtitan's last step may be a Hugging Face folder
+    complete = [step for step in steps if any((step / mark).is_file() for mark in marks)]
+    others = [step for step in steps if is_torch_checkpointing([p.name for p in step.iterdir()])]
+    if others and not complete:
+        return UnsupportedError(
+            f"{path}: {called}, whose steps were written by torch_checkpointing, which is not supported",
+            hint="load one in the program that saved it, and save the weights with save_pretrained or dcp.save",
+        )
     return CheckpointError(
         f"{path}: {called}, not a checkpoint",
         hint="its newest complete step was probably meant" if complete else "none of its steps is complete",

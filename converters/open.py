@@ -15,11 +15,12 @@ from converters.containers.hub_checksums import fetch_again
 from converters.containers.paths import linked_files, refuse_links_out
 from converters.containers.registry import CONTAINERS
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, list_offenders
+from converters.foreign_folders import foreign_folder
 from converters.manifest import Manifest, changed_since, check_sizes
 from converters.models_inside import ROOT, choose_model
 from converters.names import DCP_METADATA, HF_CONFIG, MANIFEST
-from converters.not_a_checkpoint import not_a_checkpoint
+from converters.not_a_checkpoint import adapter_alone, not_a_checkpoint
 from converters.weight_files import (
     ADAPTER,
     RUN_STATE,
@@ -145,6 +146,8 @@ def _open_folder(path: Path) -> Catalog:
     names = {entry.name for entry in path.iterdir()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save interrupted?")
+    if problem := foreign_folder(path, names):
+        raise problem
     files = _sort_files(path, names)
     refuse_mixtures(path, names, files.entry)
     found = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
@@ -178,8 +181,6 @@ def _sort_files(path: Path, names: set[str]) -> FolderFiles:
 def _no_weights(files: FolderFiles, names: Iterable[str]) -> Exception:
     adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
     if adapters and not files.torch:
-        return UnsupportedError(
-            f"{files.path}: holds a LoRA adapter ({', '.join(adapters)}), not a model",
-            hint="merge it into its base model first; torchtune does so unless save_adapter_weights_only is set",
-        )
+        called = f"{files.path}: holds a LoRA adapter ({', '.join(adapters)}), not a model"
+        return adapter_alone(files.path, called=called)
     return not_a_checkpoint(files.path, set(names), files.torch)

@@ -32,7 +32,7 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {  # of fields that are not translate
     "dequantize": (None, False, True),  # what a reader does by default
 }
 _KNOWN = {*_ACCEPTED, *_LISTS, "weight_block_size"}
-_NAMED = {"compressed-tensors": " (int4 and others, such as Kimi K2 Thinking's)"}
+_KINDS = ("format", "quant_algo", "bits")  # what other methods say of their codes
 _NOT_QUANTIZED = frozenset(
     (Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.LATENT_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.MTP)
 )
@@ -104,7 +104,7 @@ def read_quantization(config: Mapping[str, Any]) -> Scheme | None:
     if method == MXFP4:
         return read_mxfp4(given)
     if method != "fp8":
-        known = _NAMED.get(str(method), "")
+        known = "".join(f", {key} {given[key]!r:.60}" for key in _KINDS if key in given)
         raise UnsupportedError(
             f"config.json: {KEY} has quant_method {method!r:.60}{known}, which is not covered",
             hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, mxfp4, as GPT-OSS "

@@ -198,9 +198,18 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
     raise UnsupportedError(
         f"{folder}: {ADAPTER_CONFIG} in the folder of the weights: with PEFT, transformers adds the LoRA adapter "
         f"({', '.join(adapters) or 'whose file is missing'}) to them, and titan does not",
-        hint="merge it with PEFT (merge_and_unload, then save_pretrained into a new folder), or move the files "
-        "adapter_* elsewhere to use the weights without it",
+        hint="merge it with PEFT, or move the files adapter_* elsewhere to use the weights without it",
+        tries=[merge_command(folder, folder.with_name(folder.name + "-merged"))] if adapters else [],
     )
+
+
+def merge_command(folder: Path, merged: Path) -> str:
+    """The command line that merges an adapter into its base model."""
+    code = (
+        "import sys; sys.modules['torchao'] = None; from peft import AutoPeftModelForCausalLM as Model; "
+        f"Model.from_pretrained('{folder}').merge_and_unload().save_pretrained('{merged}')"
+    )
+    return f'python -c "{code}"'
 
 
 def _is_torchtune_adapter(folder: Path, names: Collection[str]) -> bool:

@@ -41,6 +41,7 @@ class RefusedClass:
     """Marks a harmless, well-known class that is not supported. `what` describes it."""
 
     what: str
+    hint: str = "convert it to a plain tensor (.dequantize(), .to_dense()) and save again"
 
 
 class PlainDict(dict[Any, Any], metaclass=Sealed):
@@ -87,7 +88,7 @@ class _Reader(pickle.Unpickler):
         if isinstance(stub, RefusedClass):
             raise UnsupportedError(
                 f"{self._what}: holds {stub.what}, which is not covered",
-                hint="convert it to plain tensors (.dequantize(), .to_dense(), .full_tensor()) and save again",
+                hint=stub.hint,
             )
         return stub
 

@@ -137,7 +137,12 @@ TENSOR_STUBS: Stubs = {
     ("__builtin__", "bytes"): _NoBytes,
     ("torch", "Tensor"): _PlainTensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
-    ("torch.distributed.tensor", "DTensor"): RefusedClass("a DTensor, of which a file has only one rank's part"),
+    ("torch.distributed.tensor", "DTensor"): RefusedClass(
+        "a DTensor, of which a file has only one rank's part",
+        "the other ranks' parts are in files of their own, or were never written (adapters saved by Accelerate before "
+        "1.15: use adapter_model.safetensors of the same folder); in the job that saved it, save with "
+        "FULL_STATE_DICT or dcp.save",
+    ),
 }
 
 
@@ -157,6 +162,7 @@ def load_tensors(data: bytes, *, what: str) -> Any:
 
 def _storage(pid: Any) -> Storage:
     kind, storage_type, key, _location, num_elements = pid
+    key = str(key) if type(key) is int else key  # litgpt's
     plain = isinstance(storage_type, StorageType) and isinstance(key, str) and type(num_elements) is int
     if kind != "storage" or not plain or num_elements < 0:
         raise ValueError("a storage of an unknown kind")

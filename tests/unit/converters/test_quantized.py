@@ -305,6 +305,18 @@ def test_roles_say_what_is_quantized():
     assert not any(".experts." in fqn or fqn.endswith(("wq.weight", "wo.weight")) for fqn in kept)
 
 
-def test_kimis_int4_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="int4 and others, such as Kimi K2 Thinking's"):
-        read_quantization({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}})
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},  # int4, Kimi K2 Thinking's
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "gptq", "bits": 4},
+    ],
+)
+def test_other_methods_are_refused_by_what_they_say_of_themselves(said):
+    with pytest.raises(UnsupportedError) as caught:
+        read_quantization({"quantization_config": said})
+    assert all(repr(value) in caught.value.message for value in said.values())
+    assert "int4" not in caught.value.message
