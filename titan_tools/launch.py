@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from converters.errors import TitanError
 from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.config.custom_import import where_to_look
+from trainer.rendezvous import launched
 from trainer.signals import die_with_parent
 
 _PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
@@ -39,8 +41,8 @@ class RankFailure(TitanError):
 
 
 def inside_launch() -> bool:
-    """True on a rank that torchrun, a scheduler or `run_ranks` started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """True on a rank that torchrun, a scheduler or `run_ranks` started. Raises ConfigError for invalid variables."""
+    return launched() is not None
 
 
 def started_by_titan() -> bool:
@@ -67,7 +69,7 @@ def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN
     `saves`: on SIGTERM the ranks save and exit. Otherwise SIGTERM kills them and then has its previous effect here.
     Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt after Ctrl-C.
     """
-    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder:
+    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent():
         agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
         with _forward_signals(agent, saves=saves):
             try:
@@ -75,6 +77,22 @@ def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN
             finally:
                 agent.get_worker_group().spec.rdzv_handler.shutdown()
     return _raise_first_failure(result.failures, saves=saves) if result.is_failed() else 0
+
+
+@contextmanager
+def _explained_agent() -> Iterator[None]:
+    """Around the agent, which meets itself at a free port of localhost. Raises RankFailure where it cannot."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        yield
+    except (RendezvousError, dist.DistError, socket.gaierror) as error:
+        raise RankFailure(
+            f"ranks cannot be started: titan cannot connect to itself at localhost: {str(error).splitlines()[0]:.200}",
+            exit_code=2,
+            hint="localhost must resolve to this machine (/etc/hosts), and a process must be able to listen there",
+        ) from error
 
 
 def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from converters.errors import ConfigError
+from trainer.rendezvous import explained_connections, join_group
 
 if TYPE_CHECKING:
     from trainer.config.sections import Comm
@@ -53,13 +54,14 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
         device = own_gpu()
         torch.cuda.set_device(device)
         if has_cpu_tensors:  # not bound to a device: meshes split a bound group, and only its NCCL part
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+            join_group("cpu:gloo,cuda:nccl", timeout=timeout)
         else:
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+            join_group("nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
-    return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
+        join_group("gloo", timeout=timeout)
+    with explained_connections():
+        return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
 
 
 def raise_descriptor_limit() -> None:

@@ -20,12 +20,13 @@ from titan_tools.launch import inside_launch, started_by_titan
 from trainer.agree import on_each, on_first
 from trainer.machine import machine_identity
 from trainer.process_group import PEER_ENDED, TIMED_OUT, own_gpu, set_timeout, use_one_worker
+from trainer.rendezvous import LostRank, explained_connections, join_group, launched
 
 # A rank that ended closes its connections, which shows at once; a machine that lost power does not. On a single machine
 # there is no timeout: a rank may be stopped by Ctrl-Z, or its output may wait for a reader.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 _NO_TIMEOUT = timedelta(days=30)
-_SETUP_TIMEOUT = timedelta(hours=2)
+_SETUP_TIMEOUT = timedelta(minutes=10)
 _POLL_MS = 200
 _GRACE_SECS = 1  # for this rank to fail by itself, with a better message, of what ended the other
 
@@ -34,9 +35,9 @@ T = TypeVar("T")
 
 def tp_degree(requested: int | None) -> int:
     """The tensor-parallel degree; inside a launch it must be the launch's size."""
-    if not inside_launch():
+    if (own := launched()) is None:
         return requested or 1
-    world_size = int(os.environ["WORLD_SIZE"])
+    world_size = own.world_size
     if requested not in (None, world_size):
         raise ConfigError(
             f"--tp is {requested}, but the launcher started {world_size} ranks",
@@ -84,6 +85,11 @@ class TPRanks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def on_this_machine(self) -> list[int]:
+        """The ranks that share this machine's memory."""
+        return [self.rank] if self.machine_group is None else dist.get_process_group_ranks(self.machine_group)
+
     def largest(self, number: int) -> int:
         """The largest of the ranks' numbers. Every rank must call this."""
         if self.tp == 1:
@@ -122,12 +128,6 @@ class TPRanks:
         return [parts[i % num][i // num] for i in range(len(works))]
 
 
-class LostRank(TitanError):
-    """Another rank has ended or hangs."""
-
-    exit_code = 3
-
-
 @contextmanager
 def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
     """Set up the process groups of `tp` ranks (none with 1); tear them down after success.
@@ -141,10 +141,9 @@ def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
     use_one_worker()
     on_gpu = device.type == "cuda"
     try:
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo", timeout=_SETUP_TIMEOUT, device_id=device if on_gpu else None
-        )
-        rank, control_group = dist.get_rank(), dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
+        join_group("nccl" if on_gpu else "gloo", timeout=_SETUP_TIMEOUT, device_id=device if on_gpu else None)
+        with explained_connections():
+            rank, control_group = dist.get_rank(), dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
         machines = _ranks_by_machine(control_group)
         set_timeout(_NO_TIMEOUT if len(machines) == 1 else COLLECTIVE_TIMEOUT)
         machine_group = _machine_group(machines, control_group)

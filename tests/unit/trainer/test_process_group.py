@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.errors import ConfigError
+from trainer import rendezvous
 from trainer.config.sections import Comm, Parallelism
 from trainer.job import resolve
 from trainer.mesh import make_meshes
@@ -97,6 +98,7 @@ def test_gloo_is_used_with_nccl_where_gradients_are_on_the_cpu(monkeypatch, has_
         dist, "init_process_group", lambda *args, **keys: message.append((*args, keys.get("device_id")))
     )
     monkeypatch.setattr(dist, "new_group", lambda **keys: keys["backend"])
+    monkeypatch.setattr(rendezvous, "join_store", lambda timeout: (dist.HashStore(), rendezvous.Launched(0, 1)))
     ranks = join_ranks(init_timeout_secs=5, has_cpu_tensors=has_cpu_tensors)
     assert message == [expected]
     assert ranks.device == torch.device("cuda", 1) and ranks.agreement == "gloo"
