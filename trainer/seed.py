@@ -22,7 +22,8 @@ from converters.names import ASSETS_FOLDER
 from converters.namings import is_named
 from trainer.chosen_model import chosen_model
 from trainer.job import Job
-from trainer.models.initial_weights import InitialWeights
+from trainer.machine import available_bytes, not_enough_memory
+from trainer.models.initial_weights import InitialWeights, least_cache_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,19 @@ def seed(
     *,
     workers: int = DEFAULT_WORKERS,
     overwrite: bool = False,
+    ignore_memory: bool = False,
     progress: Progress = no_progress,
 ) -> SeedReport:
-    """Write the initial weights that `titan train` would start from to `dst`."""
+    """Write the initial weights that `titan train` would start from to `dst`.
+
+    Raises ConfigError where the memory of this machine is too small even for the values that are drawn at a time.
+    """
     started = time.monotonic()
     check_destination(dst, overwrite=overwrite)
+    needed, available = least_cache_bytes(job.family.parameters(job.args)), available_bytes()
+    if not ignore_memory and available is not None and needed > available:
+        hint = "the values that are drawn at a time"
+        raise not_enough_memory(needed, available, whose="seed", place="this machine", hint=hint, tries=[])
     info = chosen_model(job)
     model, dtype = job.config.model, job.config.training.dtype
     parameters = job.family.parameters(job.args)

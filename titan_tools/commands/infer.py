@@ -211,6 +211,10 @@ def infer(
     ] = None,
     select: Select = None,
     model_from: ModelFrom = None,
+    ignore_memory: Annotated[
+        bool,
+        typer.Option("--ignore-memory", help="Start even if weights and cache alone exceed the available memory."),
+    ] = False,
     request: Annotated[Path | None, typer.Option(hidden=True, help="Internal: the request file for ranks.")] = None,
 ) -> None:
     """Generate text from a checkpoint of any format, without converting it.
@@ -270,5 +274,6 @@ def infer(
             batch_size=batch_size,
             select=select,
             model_from=model_from,
+            ignore_memory=ignore_memory,
         )
     )

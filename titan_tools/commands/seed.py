@@ -14,6 +14,10 @@ def seed(
     out: Annotated[Path, typer.Argument(help="The folder to create.", metavar="OUT")],
     workers: Workers = DEFAULT_WORKERS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")] = False,
+    ignore_memory: Annotated[
+        bool,
+        typer.Option("--ignore-memory", help="Start even if the values drawn at a time exceed the available memory."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the initial weights of a config's model as a DCP checkpoint, without building the model.
@@ -35,7 +39,7 @@ def seed(
     from trainer.seed import seed as write_seed
 
     job = resolve_job(load_config(config, context.args))
-    report = write_seed(job, out, workers=workers, overwrite=overwrite, progress=progress)
+    report = write_seed(job, out, workers=workers, overwrite=overwrite, ignore_memory=ignore_memory, progress=progress)
     if not report.has_tokenizer:
         note(NO_TOKENIZER)
     if as_json:

@@ -90,7 +90,7 @@ def load_weights(work: Work, weights: NativeWeights, ranks: TPRanks, *, rows: in
     reason = quantize and why_slow(quantize, dtype=dtype, device=ranks.device, rows=rows, stored=work.stored)
     if reason and ranks.is_first:
         note(reason)
-    with memory_for_weights(work, weights.info):
+    with memory_for_weights(work, weights, ranks.rank):
         return load_model(
             BlocksSource(weights.source) if quantize == STORED else weights.source,
             weights.info,

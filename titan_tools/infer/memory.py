@@ -1,30 +1,34 @@
-"""Memory of inference: sequences that fit on a GPU, out-of-memory errors with fixes, and malloc settings on a CPU."""
+"""Memory of inference: its lower bound, sequences that fit on a GPU, out-of-memory errors, malloc settings on a CPU."""
 
 import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 
 import torch
 
 from converters.errors import TitanError
-from converters.families.base import ModelArgs
+from converters.families.base import ModelArgs, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.sizes import GIB
+from converters.stored_blocks import MXFP4, BlocksSource
+from converters.weights import NativeWeights
 from titan_tools.console import count, note
 from titan_tools.infer.decoding.attention import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
 from titan_tools.infer.model.load import SlicedModel
-from titan_tools.infer.model.tensor_parallel import valid_tp
+from titan_tools.infer.model.quantize import STORED
+from titan_tools.infer.model.reach import reach_of
+from titan_tools.infer.model.tensor_parallel import slice_for_rank, valid_tp
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
-from titan_tools.infer.task import Work
+from titan_tools.infer.task import Task, Work
 from titan_tools.launch import inside_launch, started_by_titan
 from titan_tools.machine_errors import as_memory_error
+from trainer.machine import available_bytes, not_enough_memory
 
 _OTHER_BYTES = GIB  # CUDA graphs, workspaces of matrix products, NCCL's buffers, and gaps between blocks
-_BYTES_PER_WEIGHT = {"int8": 1, "float8": 1, "mxfp4": 17 / 32}  # with the scales of blocks
+_MXFP4_BYTES = 17 / 32  # of a value, with the scales of blocks
 _BYTES_PER_LOGIT = 32  # fp32 logits and what sampling computes from them: sorted, token ids, probabilities
 
 
@@ -71,13 +75,80 @@ class OutOfMemory(TitanError):
     """The memory of a machine, a GPU, a container or a shell was not enough."""
 
 
+def weight_bytes(work: Work, weights: NativeWeights, rank: int) -> int:
+    """A lower bound of a rank's weights as they are held: in the dtype of the computation, in 8 bits, or in blocks.
+
+    Without biases, scales of rows, and what packing for a CPU adds.
+    """
+    info, dtype_bytes = weights.info, getattr(torch, work.dtype).itemsize
+    family = get_family(info.family)
+    blocks = family.blocks(info.args)
+    stored = BlocksSource(weights.source).blocks if work.request.quantize == STORED else {}
+    total: float = 0
+    for parameter in family.parameters(info.args):
+        num = slice_for_rank(parameter, info.args, tp=work.tp, rank=rank).num_elements
+        is_latent_value = parameter.module.endswith(".wkv_b") and blocks[parameter.layer or 0].latent is not None
+        is_rounded = (parameter.is_linear_weight or parameter.expert_dim is not None) and not is_latent_value
+        if parameter.is_bias:
+            continue
+        if parameter.fqn in stored and is_rounded:
+            total += num * (_MXFP4_BYTES if stored[parameter.fqn].format == MXFP4 else 1)
+        elif is_rounded and work.request.quantize not in (None, STORED):
+            total += num
+        else:
+            total += num * dtype_bytes
+        if parameter.role is Role.EMBEDDING and info.args.tied and work.request.quantize not in (None, STORED):
+            total += num  # the output has a rounded copy
+    return int(total)
+
+
+def cache_bytes(work: Work, info: ModelInfo, num_tokens: int) -> int:
+    """Keys and values of a sequence of `num_tokens` tokens in all layers on a rank."""
+    args, blocks = info.args, get_family(info.family).blocks(info.args)
+    latent = blocks[0].latent
+    heads = max(1, args.num_kv_heads // work.tp)
+    per_token = latent.kv_rank + latent.rotary_dim if latent else 2 * args.head_dim * heads
+    slots = sum(reach_of(block.attention, num_tokens).size for block in blocks) if num_tokens > 0 else 0
+    return slots * per_token * int(getattr(torch, work.dtype).itemsize)
+
+
+def least_bytes(work: Work, weights: NativeWeights, rank: int, *, num_tokens: int) -> int:
+    """What a rank needs at least: its weights, and the cache of `num_tokens` tokens."""
+    return weight_bytes(work, weights, rank) + cache_bytes(work, weights.info, num_tokens)
+
+
+def require_on_host(work: Work, weights: NativeWeights, task: Task, on_it: Iterable[int], *, place: str) -> None:
+    """Raise ConfigError where these ranks of this machine need more host memory than is available.
+
+    Of the cache the tokens count that are certainly computed: on a CPU it takes memory only as tokens are added.
+    """
+    needed = sum(least_bytes(work, weights, rank, num_tokens=task.least_tokens) for rank in on_it)
+    _require(work, needed, available_bytes(), place=place)
+
+
+def require_on_gpu(work: Work, weights: NativeWeights, task: Task, ranks: TPRanks) -> None:
+    """Raise ConfigError where this rank's GPU has less free memory than its weights and one row of the cache need."""
+    needed = least_bytes(work, weights, ranks.rank, num_tokens=task.room)
+    _require(work, needed, free_bytes(ranks.device), place=f"the GPU of rank {ranks.rank}")
+
+
+def _require(work: Work, needed: int, available: int | None, *, place: str) -> None:
+    if available is not None and needed > available and not work.request.ignore_memory:
+        raise not_enough_memory(
+            needed,
+            available,
+            whose="the model",
+            place=place,
+            hint=f"weights in {work.weights_dtype} and the cache of a sequence alone; activations come in addition",
+            tries=list(_weight_tries(work)),
+        )
+
+
 @contextmanager
-def memory_for_weights(work: Work, info: ModelInfo) -> Iterator[None]:
+def memory_for_weights(work: Work, weights: NativeWeights, rank: int) -> Iterator[None]:
     """Raise OutOfMemory, with fixes, where loading a rank's weights runs out of memory."""
-    num = sum(prod(parameter.shape) for parameter in get_family(info.family).parameters(info.args))
+    num_gib = weight_bytes(work, weights, rank) / GIB
     dtype = work.weights_dtype
-    each = _BYTES_PER_WEIGHT.get(dtype) or getattr(torch, dtype).itemsize
-    num_gib = num * each / work.tp / GIB
     with _explained(f" while reading the weights, about {num_gib:.2f} GiB per rank in {dtype}", _weight_tries(work)):
         yield
 

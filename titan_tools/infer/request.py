@@ -47,6 +47,7 @@ class Request:
     batch_size: int | None = None  # sequences that decode together
     select: str | None = None  # of a checkpoint with several models
     model_from: Path | None = None  # folder with the model's config and tokenizer
+    ignore_memory: bool = False  # start even if weights and cache exceed the available memory
     # The time for the chat template: the first process's, since those of ranks could differ
     moment: datetime = field(default_factory=datetime.now)
 

@@ -9,14 +9,20 @@ from pathlib import Path
 import torch
 import typer
 
-from converters.weights import open_native
+from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.find import find_checkpoints
 from titan_tools.infer.generation_config import note_on, read_generation_config
 from titan_tools.infer.identity import check_same_inputs
 from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
-from titan_tools.infer.memory import keep_freed_memory, memory_for_sequences, rows_that_fit
+from titan_tools.infer.memory import (
+    keep_freed_memory,
+    memory_for_sequences,
+    require_on_gpu,
+    require_on_host,
+    rows_that_fit,
+)
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
 from titan_tools.infer.ranks import TPRanks, tensor_parallel_group, tp_degree
@@ -67,6 +73,7 @@ def _infer(request: Request, ranks: TPRanks) -> None:
                 task.run(None, ranks)
                 return
             _check_same_inputs(work, ranks)
+            ranks.done_by_each(_check_memory, work, weights, task, ranks)
             if not is_once and is_damaged(found, weights, ranks):
                 continue
             config = read_generation_config(work.tokenizer_folder, weights.info)
@@ -81,10 +88,21 @@ def _needs_ranks(request: Request) -> bool:
     """Whether there is work for ranks. Problems with the request are raised here, before ranks start."""
     found = next(find_checkpoints(request.checkpoint))
     with open_native(found.folder, select=request.select, model_from=request.model_from) as weights:
-        task = _prepare_task(prepare_work(request, weights))
+        work = prepare_work(request, weights)
+        task = _prepare_task(work)
+        if task.rows > 0 and not torch.cuda.is_available():
+            require_on_host(work, weights, task, range(work.tp), place="this machine")
     if task.rows == 0:
         task.run(None, TPRanks(1, 0, torch.device("cpu")))
     return task.rows > 0
+
+
+def _check_memory(work: Work, weights: NativeWeights, task: Task, ranks: TPRanks) -> None:
+    """Raise ConfigError where this machine, or this rank's GPU, cannot hold weights and cache; before any is read."""
+    if ranks.device.type == "cuda":
+        require_on_gpu(work, weights, task, ranks)
+    else:
+        require_on_host(work, weights, task, ranks.on_this_machine, place="this machine")
 
 
 def _is_done(task: Task) -> bool:

@@ -50,6 +50,10 @@ class Task(Protocol):
     def room(self) -> int:
         """Tokens of the longest sequence, new ones included."""
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of a sequence that is certainly computed, for a lower bound of the cache."""
+
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         """Called on all ranks; the first one prints. The engine is None where `rows` is 0."""
 

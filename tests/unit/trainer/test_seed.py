@@ -120,3 +120,15 @@ assert run() == 0 and "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=60)
     assert done.returncode == 0 and len(list((tmp_path / "seed").glob("*.distcp"))) == 8
+
+
+def test_a_machine_without_memory_for_the_values_drawn_at_a_time_is_refused(tmp_path, monkeypatch):
+    job, rows = resolve_job(CONFIG), 2048  # of the embedding, whose blocks are of 8,192
+    needed = rows * FLAVORS["debug_gqa"].dim * 4
+    monkeypatch.setattr("trainer.seed.available_bytes", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="seed needs at least 1.0 MiB of memory on this machine"):
+        seed(job, tmp_path / "seed")
+    assert not (tmp_path / "seed").exists()
+    assert seed(job, tmp_path / "seed", ignore_memory=True).num_files == 1
+    monkeypatch.setattr("trainer.seed.available_bytes", lambda: needed)
+    assert seed(job, tmp_path / "again").num_files == 1

@@ -50,6 +50,10 @@ class BatchTask:
     rows: int
     room: int
 
+    @property
+    def least_tokens(self) -> int:
+        return min((len(one.tokens) for one in self.prompts), default=0)
+
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         request, samples = self.work.request, self.settings.samples
         with open_sink(request, self.expected, ranks) as (sink, missing):

@@ -44,6 +44,7 @@ class ChatTask:
     history: "ChatHistory"
     room: int
     rows: int = 1
+    least_tokens: int = 0
 
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         assert engine is not None

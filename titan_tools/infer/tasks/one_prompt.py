@@ -195,6 +195,10 @@ class PromptTask:
     rows: int
     room: int
 
+    @property
+    def least_tokens(self) -> int:
+        return len(self.prompt.tokens)
+
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         assert engine is not None
         as_json, samples = self.work.request.as_json, self.settings.samples

@@ -158,6 +158,10 @@ class ScoreTask:
     rows: int
     room: int
 
+    @property
+    def least_tokens(self) -> int:
+        return min(self.room, min((len(text.tokens) - 1 for text in self.texts), default=0))
+
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         request = self.work.request
         prints_results = request.batch is not None or request.as_json

@@ -4,14 +4,19 @@ import errno
 import json
 import mmap
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
+from converters.errors import ConfigError
 from converters.weights import open_native
 from tests.chat_templates import CHATML
 from tests.tiny_experts import write_experts
+from tests.tiny_families import write_tiny
 from tests.tiny_infer import CPU, NO_TEXT, load
 from tests.tiny_llama import write_llama
 from titan_tools.cli import app
@@ -24,6 +29,7 @@ from titan_tools.infer.memory import GIB, rows_that_fit
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
+from trainer import machine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOM = 64
@@ -191,3 +197,68 @@ def test_more_ranks_are_to_try_where_there_are_gpus_for_them(hf, monkeypatch, nu
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert [*memory._weight_tries(work)] == [*tried, "--quantize int8"]
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (partial(write_tiny, name="llama3"), {}),
+        (partial(write_tiny, name="llama3_tied"), {"quantize": "int8"}),
+        (partial(write_tiny, name="qwen3"), {"quantize": "float8", "dtype": "bfloat16"}),
+        (partial(write_tiny, name="llama3_tied"), {"dtype": "bfloat16"}),
+    ],
+    ids=["fp32", "tied, int8", "float8", "tied, bf16"],
+)
+def test_the_bound_is_what_the_weights_take(tmp_path, write, options, tp):
+    write(tmp_path, numbers=WIDE)
+    dtype = options.get("dtype", "float32")
+    with open_native(tmp_path) as weights:
+        request = Request(tmp_path, Sampling(), quantize=options.get("quantize"))
+        work = Work(request, weights.info.args, None, None, tp, dtype, tmp_path)
+        bound = [memory.weight_bytes(work, weights, rank) for rank in range(tp)]
+        cache = memory.cache_bytes(work, weights.info, ROOM)
+    for rank in range(tp):
+        model = load(
+            tmp_path, dtype=getattr(torch, dtype), tp=tp, rank=rank, quantize=options.get("quantize"), packed=False
+        )
+        rotary = [t for name, t in model.body.named_buffers() if "freqs" in name or "rope" in name or "table" in name]
+        held = {id(t): t.nbytes for part in (model.body, model.head) for t in (*part.parameters(), *part.buffers())}
+        num_bytes = sum(held.values()) - sum(t.nbytes for t in rotary)
+        assert 0.95 * num_bytes <= bound[rank] <= num_bytes
+        assert cache == model.cache_bytes(ROOM)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """This machine has 40 KiB available."""
+    (tmp_path / "meminfo").write_text("MemAvailable: 40 kB\n")
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "none")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_that_cannot_fit_is_refused_before_it_is_read(small, folder, monkeypatch, tp):
+    monkeypatch.setattr(infer_run, "load_weights", lambda *args, **keys: pytest.fail("weights were read"))
+    monkeypatch.setattr(infer_run, "run_ranks", lambda argv, **keys: 7)
+    command = ["infer", str(folder), "--prompt", "def", "--tp", str(tp)]
+    error = CliRunner().invoke(app, command).exception
+    assert error.exit_code == 2 and error.message.endswith("of memory on this machine: 40.0 KiB available")
+    assert "the model needs at least" in error.message and error.tries[-1] == "--ignore-memory, to start nevertheless"
+    if tp == 2:
+        assert CliRunner().invoke(app, [*command, "--ignore-memory"]).exit_code == 7
+
+
+def test_a_gpu_holds_its_weights_and_one_sequence(folder, gpu_of):
+    with open_native(folder) as weights:
+        work = Work(Request(folder, Sampling()), weights.info.args, None, None, 1, "float32", folder)
+        task, ranks = SimpleNamespace(room=ROOM), TPRanks(1, 0, CPU)
+        least = memory.weight_bytes(work, weights, 0) + memory.cache_bytes(work, weights.info, ROOM)
+        gpu_of(least)
+        memory.require_on_gpu(work, weights, task, ranks)
+        gpu_of(least - 1)
+        with pytest.raises(ConfigError, match="on the GPU of rank 0"):
+            memory.require_on_gpu(work, weights, task, ranks)
