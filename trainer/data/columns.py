@@ -13,7 +13,7 @@ _ROWS_AT_ONCE = 1024  # of one column: some MiB of text
 def parquet_values(path: Path, column: str) -> Iterator[tuple[str, bytes | None]]:
     """`file:row` and the bytes of the text in that row, counted from 1; None where there is none.
 
-    Raises DataError for a file that is damaged or cut off, or has no such column of strings.
+    Raises DataError for a file that is damaged or cut off, or has no such column of text.
     """
     _import_pyarrow(path)
     import pyarrow as pa
@@ -42,15 +42,24 @@ def decompressed(path: Path) -> BinaryIO:
 
 
 def _refuse_other_column(path: Path, schema: Any, column: str) -> None:
-    import pyarrow as pa
-
-    kind = schema.field(column).type if column in schema.names else None
-    if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if column not in schema.names or not _is_text(schema.field(column).type):
         there = ", ".join(f"{field.name!r} ({field.type})" for field in list(schema)[:10]) or "none"
         raise DataError(
             f"{path}: no column of text called {column!r}; there are {there}",
             tries=["titan data prepare … --text-key COLUMN"],
         )
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether values of an Arrow type are text: also encoded (categories), as bytes, and where there is none at all."""
+    import pyarrow as pa
+
+    text = {pa.string(), pa.large_string(), pa.string_view()}
+    if isinstance(kind, pa.BaseExtensionType):  # bytes with another meaning, such as a geometry, are no text
+        return kind.storage_type in text
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return kind in text | {pa.binary(), pa.large_binary(), pa.binary_view(), pa.null()}
 
 
 def _import_pyarrow(path: Path) -> None:

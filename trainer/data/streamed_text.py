@@ -27,9 +27,12 @@ class StreamedText:
         try:
             part = self.dataset.shard(num_shards=self.num_files, index=file)
             for row in part.skip(skip) if skip else part:
-                if not isinstance(row["text"], str):
+                text = row["text"]
+                if isinstance(text, bytes):  # a parquet column without the mark that its bytes are text
+                    text = text.decode("utf-8")
+                if not isinstance(text, str):
                     raise DataError(f"{self.name}, file {file}: document {number} has no text under 'text'")
-                yield row["text"]
+                yield text
                 number += 1
         except DataError:
             raise

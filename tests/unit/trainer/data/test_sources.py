@@ -11,6 +11,7 @@ from converters.errors import DataError, UnsupportedError
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
 from trainer.data.sources import JSON_LINES, Skipped, find_files, read_documents
+from trainer.data.streamed_text import stream_c4
 
 
 def write_parquet(path, texts, *, column="text", kind=None, **options):
@@ -37,6 +38,59 @@ def test_parquet_rows_are_documents_in_order(tmp_path):
     large = write_parquet(tmp_path / "b.parquet", expected, column="body", kind=pa.large_string(), compression="zstd")
     assert texts_of(large, text_key="body") == expected
     assert find_files([tmp_path]) == [path, large]
+
+
+TEXTS = ["a", "größer", "", "a"]
+COLUMNS = {
+    "string_view": pa.array(TEXTS, pa.string_view()),
+    "categories": pa.array(TEXTS).dictionary_encode(),
+    "categories of large_string": pa.array(TEXTS, pa.large_string()).dictionary_encode(),
+    "categories with small indices": pa.array(TEXTS).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.string())),
+    "bytes": pa.array([text.encode() for text in TEXTS]),
+    "large bytes": pa.array([text.encode() for text in TEXTS], pa.large_binary()),
+    "categories of bytes": pa.array([text.encode() for text in TEXTS]).dictionary_encode(),
+    "an extension": pa.ExtensionArray.from_storage(pa.json_(), pa.array(TEXTS)),
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=COLUMNS)
+def test_every_column_type_that_holds_text_is_read(tmp_path, column):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert texts_of(tmp_path / "a.parquet") == ["a", "größer", "a"]  # documents without any text are left out
+    if not isinstance(column.type, pa.BaseExtensionType):  # the datasets library reads its values as JSON
+        assert list(stream_c4("train", str(tmp_path / "a.parquet")).texts(0)) == TEXTS
+
+
+def test_a_pandas_category_with_missing_rows_is_read(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame({"text": pandas.Categorical(["x", None, "y"])}).to_parquet(tmp_path / "a.parquet")
+    skipped = Skipped()
+    assert [d.text for d in read_documents([tmp_path / "a.parquet"], skipped=skipped)] == ["x", "y"]
+    assert skipped.count == 1 and "a.parquet:2: no text under 'text'" in skipped.first[0]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([1, 2]).dictionary_encode(),
+        pa.array([b"0123456789abcdef"] * 2, pa.binary(16)),
+        pa.ExtensionArray.from_storage(pa.opaque(pa.binary(), "geometry", "a vendor"), pa.array([b"POINT", b"LINE"])),
+        pa.array([["a"], ["b"]]),
+    ],
+    ids=["categories of numbers", "bytes of one size", "bytes with another meaning", "lists"],
+)
+def test_columns_of_other_values_are_refused_with_their_type(tmp_path, column):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="no column of text called 'text'; there are 'text' "):
+        texts_of(tmp_path / "a.parquet")
+
+
+def test_bytes_that_are_no_text_are_reported_with_their_row(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [b"fine", b"\xff\xfe"], kind=pa.binary())
+    with pytest.raises(DataError, match="a.parquet:2: byte 0 of the text is not UTF-8"):
+        texts_of(path)
+    with pytest.raises(DataError, match="cannot be read after 1 documents: UnicodeDecodeError"):
+        list(stream_c4("train", str(path)).texts(0))
 
 
 def test_json_in_a_folder_is_text_only_where_json_lines_are_asked_for(tmp_path):
