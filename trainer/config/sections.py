@@ -130,8 +130,9 @@ class Training:
     dataset_mix: tuple[Weighted, ...] = ()
     """Instead of dataset_path, several paths with weights: `[["data/web", 0.7], ["data/code", 0.3]]`, of one kind and
     with one tokenizer. Not in torchtitan."""
-    dataset_streams: Positive = 64
-    """Number of streams that `c4` is read in; the data-parallel degree must divide it. Not in torchtitan."""
+    dataset_streams: Positive | None = None
+    """Number of streams that `c4` is read in; the data-parallel degree must divide it. Unset = that of the checkpoint
+    that the run resumes from; in a new run the smallest multiple of the degree from 64 on. Not in torchtitan."""
     local_batch_size: Positive = 8
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: AllOr = -1

@@ -1,5 +1,6 @@
 """The kinds of data, and unsupported data settings, which are reported with the layout's problems."""
 
+from dataclasses import replace
 from math import ceil
 
 from converters.mesh_shape import MeshShape
@@ -9,17 +10,19 @@ TOKENS = "tokens"
 TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")
 C4, C4_VALIDATION = "c4", "c4_validation"
 _STREAMED = (C4, C4_VALIDATION)
+_FEWEST_STREAMS = 64  # of a new run: it can go on at each degree that divides their number
 known_kinds = [TOKENS, *TEXT_KINDS, C4, C4_VALIDATION]  # built in, then registered
 
 
 def data_problems(training: Training, validation: Validation, dims: MeshShape) -> list[str]:
     """Every unsupported combination of data keys, and of data keys with the layout, each with values that work."""
     problems = _source_problems("training", training)
-    if training.dataset == C4 and training.dataset_streams % dims.batch:
+    num_streams = streams_of(training, dims.batch)
+    if num_streams % dims.batch:
         problems.append(
-            f"training.dataset_streams = {training.dataset_streams} cannot be divided over a data-parallel degree of"
-            f" {dims.batch}; degrees that divide it: {', '.join(map(str, _divisors(training.dataset_streams)))};"
-            f" a new run may take training.dataset_streams = {ceil(training.dataset_streams / dims.batch) * dims.batch}"
+            f"training.dataset_streams = {num_streams} cannot be divided over a data-parallel degree of {dims.batch};"
+            f" degrees that divide it: {divisors(num_streams)}; unset, a new run takes"
+            f" {streams_of(replace(training, dataset_streams=None), dims.batch)} streams"
         )
     if validation.enable:
         problems += _source_problems("validation", validation)
@@ -32,6 +35,13 @@ def data_problems(training: Training, validation: Validation, dims: MeshShape) -
                 f"validation reads {', '.join(also)}, which is trained on; `titan data prepare` holds out a part of it"
             )
     return problems
+
+
+def streams_of(training: Training, dp_degree: int) -> int:
+    """Number of streams that the training data is read in; 0 for data that is not streamed."""
+    if training.dataset != C4:
+        return 0
+    return training.dataset_streams or ceil(_FEWEST_STREAMS / dp_degree) * dp_degree
 
 
 def _source_problems(section: str, settings: Training | Validation) -> list[str]:
@@ -51,5 +61,6 @@ def _source_problems(section: str, settings: Training | Validation) -> list[str]
     return problems + [f"{section}.dataset_mix names {path} twice" for path in twice]
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def divisors(number: int) -> str:
+    """All numbers that divide `number`, as text."""
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

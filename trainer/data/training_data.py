@@ -18,7 +18,7 @@ from trainer.data.batch import Batch
 from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocabulary
 from trainer.data.document_ends import with_end_token
 from trainer.data.index import TRAIN, digest_of
-from trainer.data.kinds import C4
+from trainer.data.kinds import C4, streams_of
 from trainer.data.loader import TokenLoader
 from trainer.data.sample import DocumentRules
 from trainer.data.samples import TokenSource, Weighted
@@ -98,6 +98,10 @@ def _open_stream(
     if tokenizer_text := tokenizer_note(preparation.tokenizer):
         preparation.say(tokenizer_text)
     refuse_large_vocabulary(tokenizer.vocab_size, vocab_size, str(preparation.tokenizer))
+    num_streams = streams_of(settings, batches["dp_degree"])
+    preparation.say(
+        f"c4 is read in {num_streams} streams: the run resumes at data-parallel degrees that divide {num_streams}"
+    )
     opened: list[StreamedText] = []
     on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or all raise
     text = opened[0]
@@ -106,7 +110,7 @@ def _open_stream(
         text,
         tokenizer,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([text.identity, assets]).encode()),
-        num_streams=settings.dataset_streams,
+        num_streams=num_streams,
         seq_len=settings.seq_len,
         on_each=on_each,
         **batches,

@@ -119,6 +119,12 @@ SHIPPED = {
     "deepseek_v3": ("debug", "16b", "671b"),
     "gpt_oss": ("debug",),
 }
+PUBLISHED = {  # numbers of GPUs in torchtitan's documents
+    "llama3_8b": (8, 64, 128),
+    "llama3_70b": (256,),
+    "llama3_405b": (512,),
+    "deepseek_v3_671b": (512,),
+}
 
 
 def test_torchtitans_files_are_fine_unchanged(titan, tmp_path):
@@ -128,8 +134,9 @@ def test_torchtitans_files_are_fine_unchanged(titan, tmp_path):
         path = CONFIGS / f"{family}_{name}.toml"
         assets = read_toml(path)["model.hf_assets_path"].value
         write_tokenizer(tmp_path / assets)
-        code, out, err = titan("config", "check", path)
-        assert code == 0 and "fine on" in out, err
+        for size in (None, *PUBLISHED.get(path.stem, ())):
+            code, out, err = titan("config", "check", path, *(("--world-size", str(size)) if size else ()))
+            assert code == 0 and f"fine on {size or ''}" in out, err
 
 
 def test_check_of_torchtitans_debug_config_finds_its_text(titan, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from converters.families.registry import get_family
 from converters.mesh_shape import MeshShape
 from converters.rules import Rule
 from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation
+from trainer.data.kinds import streams_of
 from trainer.job import (
     layout_problems,
     required_world_size,
@@ -160,9 +161,18 @@ def test_an_unknown_kind_of_data_is_reported_with_the_known_ones():
 
 
 def test_streams_that_cannot_be_dealt_are_reported_with_a_number_that_can():
-    config = Config(training=Training(dataset="c4"))
+    config = Config(training=Training(dataset="c4", dataset_streams=64))
     (problem,) = layout_problems(config, GQA, MeshShape(dp_shard=96))
-    assert "dataset_streams = 96" in problem
+    assert "training.dataset_streams = 64 cannot be divided" in problem and "unset, a new run takes 96" in problem
+
+
+@pytest.mark.parametrize(
+    ("degree", "num_streams"), [(1, 64), (3, 66), (64, 64), (65, 65), (96, 96), (100, 100), (128, 128), (512, 512)]
+)
+def test_a_new_run_takes_as_many_streams_as_its_ranks_divide(degree, num_streams):
+    config = Config(training=Training(dataset="c4"))
+    assert layout_problems(config, GQA, MeshShape(dp_shard=degree)) == []
+    assert streams_of(config.training, degree) == num_streams
 
 
 MOE = Model(name="qwen3", flavor="debug_moe")

@@ -18,16 +18,16 @@ FLUX = "it belongs to Flux"
 TORCHFT = "TorchFT"
 
 RUN = {
-    "llama3_debug_model": (1, 8),
-    "llama3_8b": (8, 64),
-    "llama3_70b": (64, 512),
+    "llama3_debug_model": (1, 8, 100),
+    "llama3_8b": (8, 64, 96, 100, 128),
+    "llama3_70b": (64, 256, 512),
     "qwen3_0.6b": (1, 8),
     "qwen3_1.7b": (1, 8),
     "qwen3_32b": (32, 64),
     "qwen3_moe_debug": (1, 8),
     "deepseek_v3_debug": (1, 8),
     "deepseek_v3_16b": (8, 64),
-    "deepseek_v3_671b": (8, 64),
+    "deepseek_v3_671b": (8, 64, 512),
     "gpt_oss_debug": (1, 8),
     "llama4_debug_model": (1, 8),
     "llama4_17bx16e": (8, 64),

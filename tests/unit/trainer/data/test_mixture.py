@@ -182,7 +182,12 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
         ),
         ({"dataset": "c4", "dataset_mix": (("b", 1.0),)}, {}, 1, "c4 is streamed"),
         ({"dataset_mix": (("b", 1.0), ("b", 2.0))}, {}, 1, "dataset_mix names b twice"),
-        ({"dataset": "c4"}, {}, 3, "degree of 3; degrees that divide it: 1, 2, 4, 8, 16, 32, 64"),
+        (
+            {"dataset": "c4", "dataset_streams": 64},
+            {},
+            3,
+            "degree of 3; degrees that divide it: 1, 2, 4, 8, 16, 32, 64",
+        ),
         ({"dataset": "c4", "dataset_streams": 12}, {}, 8, "degrees that divide it: 1, 2, 3, 4, 6, 12"),
         ({}, {"dataset": "c4"}, 1, "would take weeks: set validation.steps"),
         (
