@@ -71,13 +71,12 @@ class Report:
                 tokens_per_step=job.tokens_per_step,
             )
             sinks.append(console)
-        if rank == 0:
-            sinks.append(JsonlSink(dump / METRICS_FILE, num_done=progress.step))
         if tensorboard := _tensorboard_folder(settings, dump, rank):
-            sinks.append(TensorBoardSink(tensorboard))
+            sinks.append(TensorBoardSink(tensorboard, num_done=progress.step))
         if rank == 0:
-            run = LoggedRun(dump, as_json(job.config)["config"], progress.step)
-            sinks += open_registered_sinks(run)
+            records = JsonlSink(dump / METRICS_FILE, num_done=progress.step)
+            run = LoggedRun(dump, as_json(job.config)["config"], progress.step, records.num_logged)
+            sinks += [records, *open_registered_sinks(run)]
             if settings.enable_wandb:  # last: an error of a user's sink leaves no run open there
                 self._wandb = WandbSink(run, run_id=progress.wandb_run_id)
                 sinks.append(self._wandb)

@@ -31,6 +31,7 @@ class LoggedRun:
     dump_folder: Path
     config: Mapping[str, Any]
     num_done: int  # steps that were done before, in a run that resumes
+    num_logged: int = 0  # the last step with a record: where it is larger, the steps in between are logged again
 
 
 _REGISTERED: dict[str, Callable[[LoggedRun], MetricSink]] = {}
@@ -77,9 +78,9 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, num_done: int):
         """`num_done` marks in the file where a resumed run repeats steps: earlier records of them no longer count."""
-        repeats = _last_step(path) > num_done
+        self.num_logged = _last_logged_step(path)
         self._file = _open_to_append(path)
-        if repeats:
+        if self.num_logged > num_done:
             self._file.write(json.dumps({"step": num_done, RESUMED_FROM: num_done}) + "\n")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -90,12 +91,12 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """TensorBoard scalars."""
+    """TensorBoard scalars. Of a resumed run it shows no earlier points of steps after `num_done`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, num_done: int):
         from torch.utils.tensorboard import SummaryWriter  # here: the import is slow
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=num_done + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in finite(metrics).items():
@@ -115,13 +116,14 @@ def _open_to_append(path: Path) -> TextIO:
     return file
 
 
-def _last_step(path: Path) -> int:
-    """The highest step that a file has a record of; 0 where there is none."""
-    steps = [0]
+def _last_logged_step(path: Path) -> int:
+    """The highest step that a file has a valid record of; 0 where there is none."""
+    last = 0
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):  # an incomplete line
-            steps.append(int(json.loads(line)["step"]))
-    return max(steps)
+            record = json.loads(line)
+            last = int(record["step"]) if RESUMED_FROM in record else max(last, int(record["step"]))
+    return last
 
 
 def step_line(step: int, metrics: Mapping[str, float], *, eta_secs: float) -> str:

@@ -89,13 +89,21 @@ class WandbSink:
         given["project"] = given["project"] or _PROJECT
         given["id"] = given["id"] or run_id
         given["tags"] = given["tags"].split(",") if given["tags"] else None
-        continues = bool(given["id"]) and not (given["resume_from"] or given["fork_from"])
-        self._run = wandb.init(
-            **given,
-            resume="allow" if continues else None,
-            dir=str(logged.dump_folder),
-            config=dict(logged.config),
-        )
+        others: dict[str, Any] = {"dir": str(logged.dump_folder), "config": dict(logged.config)}
+        if not given["id"] or given["resume_from"] or given["fork_from"]:
+            self._run = wandb.init(**given, **others)
+            return
+        if logged.num_logged > logged.num_done:  # else these steps would be dropped: W&B's only count up
+            try:
+                self._run = wandb.init(**given | {"resume_from": f"{given['id']}?_step={logged.num_done}"}, **others)
+                return
+            except Exception as error:  # of whatever kind: not every server can
+                steps = f"{logged.num_done + 1} to {logged.num_logged}"
+                note(
+                    f"WARNING: Weights & Biases does not take back steps {steps}, which are run again, and keeps their"
+                    f" first records: {_one_line(error)}"
+                )
+        self._run = wandb.init(**given, resume="allow", **others)
 
     def _attempt(self, what: str, action: Callable[[], object]) -> None:
         try:
@@ -104,5 +112,9 @@ class WandbSink:
             self._run = None
             reason = "the package is not installed: pip install 'titan-tools[wandb]'"
             if not isinstance(error, ImportError):
-                reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                reason = _one_line(error)
             note(f"WARNING: Weights & Biases {what}, training continues without it: {reason}")
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

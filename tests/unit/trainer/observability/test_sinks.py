@@ -34,7 +34,7 @@ def open_report(config: Config, *, rank: int = 0, world_size: int = 1) -> Report
 def test_records_are_appended_and_a_torn_line_is_left_behind(tmp_path):
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    sinks = [JsonlSink(path, num_done=2), TensorBoardSink(tmp_path / "tb")]
+    sinks = [JsonlSink(path, num_done=2), TensorBoardSink(tmp_path / "tb", num_done=2)]
     for sink in sinks:
         sink.log(3, {"loss": 1.5, "grad_norm": float("nan")})
         sink.close()
@@ -65,6 +65,29 @@ def test_records_of_a_part_that_was_given_up_are_marked(tmp_path):
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 2, 3]
     assert [record for record in records if "loss" not in record] == [{"step": 2, "resumed_from": 2}]
     assert summarize_run(tmp_path).loss == ((1, 11.0), (2, 12.0), (3, 33.0))  # 4 and 5 are not this run's
+
+
+def test_all_sinks_agree_on_steps_that_are_run_again(monkeypatch, tmp_path):
+    """A run killed after step 57 goes on from step 50, is killed after 52, and goes on from 50 again."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    opened = []
+    monkeypatch.setattr(sinks, "_REGISTERED", {})
+    register_metric_sink("list", lambda run: opened.append(ListSink(run)) or opened[-1])
+    config = config_in(tmp_path, log_freq=1, enable_tensorboard=True)
+    for start, end in ((0, 57), (50, 52), (50, 54), (54, 56)):
+        with fake_ranks(1, rank=0):
+            job = resolve_job(config, 1)
+            with Report(job, Progress(step=start), device=torch.device("cpu"), rank=0) as report:
+                for step in range(start + 1, end + 1):
+                    report.step(Progress(step=step), replace(RESULT, loss=100.0 * len(opened) + step), lr=0.1)
+    expected = {step: 100.0 + step for step in range(1, 51)} | {step: 300.0 + step for step in range(51, 55)}
+    expected |= {55: 455.0, 56: 456.0}
+    assert dict(summarize_run(tmp_path).loss) == expected and len(summarize_run(tmp_path).loss) == len(expected)
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == sorted(expected.items())
+    assert [(sink.run.num_done, sink.run.num_logged) for sink in opened] == [(0, 0), (50, 57), (50, 52), (54, 54)]
 
 
 def test_step_line_says_mfu_only_where_it_is_known():

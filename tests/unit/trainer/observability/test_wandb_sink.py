@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,8 +28,8 @@ def offline(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def logged_run(folder) -> LoggedRun:
-    return LoggedRun(folder, {"training": {"steps": 4}}, 0)
+def logged_run(folder, num_done: int = 0, num_logged: int = 0) -> LoggedRun:
+    return LoggedRun(folder, {"training": {"steps": 4}}, num_done, num_logged)
 
 
 def records_of(folder) -> list[dict]:
@@ -91,6 +92,33 @@ def test_a_resumed_run_continues_its_run(tmp_path):
     sink = WandbSink(logged_run(tmp_path), run_id="abc123")
     assert sink.run_id == "abc123"
     sink.close()
+
+
+def test_steps_that_are_run_again_are_taken_back(tmp_path):
+    sink = WandbSink(logged_run(tmp_path, num_done=50, num_logged=57), run_id="abc123")
+    resume_from = sink._run.settings.resume_from
+    assert (sink.run_id, resume_from.run, resume_from.metric, resume_from.value) == ("abc123", "abc123", "_step", 50)
+    sink.log(51, {"loss": 2.0})
+    sink.close()
+    assert [record["_step"] for record in records_of(tmp_path)] == [51]
+
+
+def test_a_server_that_cannot_take_steps_back_is_reported_and_the_run_continued(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def init(**settings):
+        calls.append(settings)
+        if settings["resume_from"]:
+            raise wandb.errors.CommError("rewinding is not enabled\nat length")
+        return SimpleNamespace(id=settings["id"], finish=lambda exit_code: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    sink = WandbSink(logged_run(tmp_path, num_done=50, num_logged=57), run_id="abc123")
+    assert sink.run_id == "abc123" and [call.get("resume") for call in calls] == [None, "allow"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "does not take back steps 51 to 57" in line and line.endswith("first records: rewinding is not enabled")
+    WandbSink(logged_run(tmp_path, num_done=50, num_logged=50), run_id="abc123")  # nothing is run again
+    assert len(calls) == 3 and calls[-1]["resume"] == "allow"
 
 
 def test_a_given_run_id_takes_precedence(tmp_path, monkeypatch):
