@@ -322,5 +322,10 @@ def _loss_chunks(config: Config, args: ModelArgs, dims: MeshShape) -> int:
 
 def nearest_multiples(value: int, divisor: int) -> str:
     """The multiples on either side of a value, as text."""
+    return " or ".join(map(str, multiples_near(value, divisor)))
+
+
+def multiples_near(value: int, divisor: int) -> list[int]:
+    """The multiples on either side of a value."""
     below = value // divisor * divisor
-    return " or ".join(str(n) for n in (below, below + divisor) if n > 0)
+    return [n for n in (below, below + divisor) if n > 0]

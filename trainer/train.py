@@ -37,6 +37,7 @@ from trainer.parallel.attention_backend import attention_backends, widen_attenti
 from trainer.parallel.cpu_products import fp32_products, multiplies
 from trainer.parallel.float8 import float8_notes, is_float8
 from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
+from trainer.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
 from trainer.runtime import GarbageCollection, set_determinism
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
@@ -83,11 +84,16 @@ def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
 
 def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, held: ExitStack) -> None:
     """Build, load, train. `held` closes what was opened, also after an error."""
-    config = job.config
-    training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
+    # Resume: what the run keeps of its checkpoint
+    settings, dump_folder = job.config.checkpoint, Path(job.config.job.dump_folder)
+    asked, info, initial = job, chosen_model(job), initial_path(settings, job.config.model)
+    checkpoints = held.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
+    seq_len = job.config.training.seq_len
+    if recorded := checkpoints.recorded(checkpoints.candidates(initial), seq_len=seq_len):
+        job = resumed_job(asked, recorded)
+    config, training = job.config, job.config.training
 
     # Build
-    info = chosen_model(job)
     if not info.assets:
         note(NO_TOKENIZER)
     for text in tokenizer_notes(info.assets):
@@ -124,9 +130,19 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     state = RunState(model, optimizer, schedule, loader, progress)
 
     # Load
-    checkpoints = held.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
     exports = Exports(dump_folder, settings, info, group=ranks.agreement)
-    load(config.checkpoint, initial_path(settings, config.model), job.seed, state, checkpoints)
+    loaded = load(config.checkpoint, initial, job.seed, state, checkpoints)
+    if (
+        recorded
+        and loaded
+        and loaded != recorded.path
+        and (recorded := checkpoints.recorded([loaded], seq_len=seq_len))
+    ):
+        refuse_other_job(resumed_job(asked, recorded), job, loaded)  # the step that was looked at is damaged
+    run_settings = on_first(ranks.agreement, lambda: settings_of(job, info))
+    if recorded:
+        say_changes(recorded, run_settings)
+    progress.settings = as_text(run_settings)
     if is_saving(settings):
         checkpoints.get_ready(model)  # raises now what the first save would raise
         exports.get_ready(model.named_buffers(), beside_bytes=checkpoints.bytes_of_step(model))
@@ -186,8 +202,13 @@ def announce(config: Config) -> None:
             note(f"  {key} = {setting.value!r}  ({setting.origin})")
 
 
-def load(settings: Checkpoint, initial: Path | None, seed: int, state: RunState, checkpoints: Checkpoints) -> None:
-    """Load the run's newest complete step; else the initial checkpoint; else draw initial weights from the seed."""
+def load(
+    settings: Checkpoint, initial: Path | None, seed: int, state: RunState, checkpoints: Checkpoints
+) -> Path | None:
+    """Load the run's newest complete step; else the initial checkpoint; else draw initial weights from the seed.
+
+    Returns the checkpoint that was loaded.
+    """
     own = checkpoints.resume(state) if settings.enable else None
     if own:
         note(f"resumed from {own}")
@@ -197,6 +218,7 @@ def load(settings: Checkpoint, initial: Path | None, seed: int, state: RunState,
     else:
         state.model.initialize(seed)
         note(f"started from initial weights, seed {seed}: there is no checkpoint to load")
+    return own or initial
 
 
 def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:

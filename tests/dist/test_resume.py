@@ -114,6 +114,49 @@ def test_another_number_of_ranks_continues_with_the_same_batches(pools, data, wh
     assert all(abs(seen[step] - expected[step]) <= 5e-6 for step in (3, 4))
 
 
+def test_an_unset_global_batch_is_kept_on_another_number_of_ranks(pools, data, whole_runs, tmp_path):
+    whole = whole_runs("debug_gqa", "fsdp2")
+    runs.begin_from(tmp_path, whole, 2)
+    unset = {"global_batch_size": -1}  # 2 samples per step on one rank
+    ((error, heard),) = pools[1].run(runs.run_and_hear, runs.make_config(data, tmp_path, training=unset))
+    assert error == "" and "training.global_batch_size = 4 is kept from step-2: 2 forward and backward passes" in heard
+    assert "changed since" not in heard
+    expected, seen = runs.read_losses(whole), runs.read_losses(tmp_path)
+    assert seen.keys() == {3, 4} and all(abs(seen[step] - expected[step]) <= 5e-6 for step in seen)
+
+
+def test_what_the_config_changes_is_printed_and_another_optimizer_is_refused(pools, data, whole_runs, tmp_path):
+    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    changed = {"training": {"max_norm": 0.5, "global_batch_size": 2}, "lr_scheduler": {"warmup_steps": 3}}
+    config = runs.make_config(data, tmp_path, optimizer={"name": "Adam", "lr": 1e-3}, **changed)
+    ((error, _),) = pools[1].run(runs.run_and_hear, config)
+    assert error.startswith("ConfigError: step-2 was trained with AdamW, and is to be resumed with Adam")
+    assert not (tmp_path / "metrics.jsonl").exists()  # no step was taken
+    new_moments = {"checkpoint": {"exclude_from_loading": ("optimizer",)}}
+    config = runs.make_config(data, tmp_path, optimizer={"name": "Adam", "lr": 1e-3}, **changed, **new_moments)
+    ((error, heard),) = pools[1].run(runs.run_and_hear, config)
+    assert error == ""
+    assert {line.removeprefix("changed since step-2: ") for line in heard.splitlines() if "changed" in line} == {
+        'optimizer.name = "Adam", was "AdamW"',
+        "optimizer.lr = 0.001, was 0.01",
+        "training.max_norm = 0.5, was 1.0",
+        "training.global_batch_size = 2, was 4",
+        "lr_scheduler.warmup_steps = 3, was 2",
+    }
+
+
+def test_a_step_before_a_damaged_one_keeps_its_own_global_batch(pools, data, whole_runs, tmp_path):
+    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    assert pools[1].run(runs.run, runs.make_config(data, tmp_path, training={"global_batch_size": 8})) == [""]
+    _flip_a_bit(tmp_path / "checkpoint" / "step-4")
+    unset = {"training": {"global_batch_size": -1}, "steps": 5}
+    (error,) = pools[1].run(runs.run, runs.make_config(data, tmp_path, **unset))
+    assert "step-2 was loaded in place of a damaged step and had 4 samples per step" in error and "8" in error
+    config = runs.make_config(data, tmp_path, **unset, checkpoint={"load_step": 2})
+    ((error, heard),) = pools[1].run(runs.run_and_hear, config)
+    assert error == "" and "training.global_batch_size = 4 is kept from step-2" in heard
+
+
 def test_a_damaged_newest_step_is_passed_over_and_replaced(pools, data, whole_runs, tmp_path, capfd):
     whole = whole_runs("debug_gqa", "fsdp2")
     runs.begin_from(tmp_path, whole, 2, 4)

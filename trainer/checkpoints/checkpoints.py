@@ -5,7 +5,7 @@ synchronously or asynchronously (`background.py`). No weight is changed before a
 a step has its CRC32.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
 from trainer.checkpoints.load import DamagedFiles, load_state, load_weights, not_carried, refuse_other_weights
 from trainer.checkpoints.problems import idle_dropout, idle_export_dtype
+from trainer.checkpoints.recorded import Recorded, first_recorded
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import RunState
 from trainer.checkpoints.shared_folder import require_seen
@@ -70,19 +71,9 @@ class Checkpoints:
         holds other files: a run never starts from random weights by mistake.
         """
 
-        def look() -> list[int]:
-            refuse_foreign(self.folder)
-            if not self._settings.load_only:  # another run may be saving to a folder that is only loaded from
-                sweep(self.folder)
-            return list_steps(self.folder)
-
-        steps = on_first(self._group, look)
-        wanted = self._settings.load_step
-        if wanted != -1 and wanted not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"{self.folder} has no step {wanted} to load", hint=f"steps there: {there}")
+        steps = on_first(self._group, self._look)
         problems = []
-        for step in steps if wanted == -1 else [wanted]:
+        for step in self._candidates(steps):
             path = step_folder(self.folder, step)
             problem = self._load_unless_damaged(path, state)
             if not problem:
@@ -103,6 +94,40 @@ class Checkpoints:
                 tries=["--checkpoint.folder NEW_FOLDER --checkpoint.initial_load_path OTHER_CHECKPOINT"],
             )
         return None
+
+    def candidates(self, initial: Path | None) -> list[Path]:
+        """What the run may go on from: its own steps, the newest first, else `initial` if it gives the whole state."""
+        settings = self._settings
+
+        def find() -> list[Path]:
+            steps = self._candidates(self._look()) if settings.enable else []
+            if not steps and initial and not settings.initial_load_model_only:
+                return [initial]
+            return [path for path in (step_folder(self.folder, step) for step in steps) if not size_problem(path)]
+
+        return on_first(self._group, find)
+
+    def recorded(self, paths: Iterable[Path], *, seq_len: int) -> Recorded | None:
+        """What the first of these checkpoints records whose small files can be read. `seq_len`: that of the config."""
+        excluded = self._settings.exclude_from_loading
+        return on_first(self._group, lambda: first_recorded(paths, excluded=excluded, seq_len=seq_len))
+
+    def _look(self) -> list[int]:
+        """The run's steps, the newest first, after cleaning up what killed saves have left. For one process."""
+        refuse_foreign(self.folder)
+        if not self._settings.load_only:  # another run may be saving to a folder that is only loaded from
+            sweep(self.folder)
+        return list_steps(self.folder)
+
+    def _candidates(self, steps: list[int]) -> list[int]:
+        """The steps that may be loaded: `load_step` alone, if it is set."""
+        wanted = self._settings.load_step
+        if wanted == -1:
+            return steps
+        if wanted not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise CheckpointError(f"{self.folder} has no step {wanted} to load", hint=f"steps there: {there}")
+        return [wanted]
 
     def _load_unless_damaged(self, path: Path, state: RunState) -> str:
         """Load a step. Where its files do not match the manifest, nothing is changed, and what is wrong is returned."""

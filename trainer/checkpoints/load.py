@@ -41,6 +41,7 @@ from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
+from trainer.checkpoints.recorded import SETTINGS
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_form, refuse_other_model
 from trainer.config.sections import Checkpoint
@@ -50,7 +51,7 @@ from trainer.mesh import local_part
 from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
-_OPTIONAL = f"{TRAIN_STATE}.wandb_run_id"  # only in checkpoints of runs that log to Weights & Biases
+_OPTIONAL = (f"{TRAIN_STATE}.wandb_run_id", SETTINGS)  # of runs that log to Weights & Biases; not in titan's first ones
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 _DATA_SUFFIX = ".distcp"
 _MEMORY_SHARE = 0.8  # of a node's available memory that copies of its ranks' parts may take
@@ -98,8 +99,8 @@ def load_state(
             note(f"not loaded from {path}: {section}")
             continue
         wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
-    if _OPTIONAL in catalog.blobs and TRAIN_STATE not in excluded:
-        wanted[_OPTIONAL] = ""
+    if TRAIN_STATE not in excluded:
+        wanted |= {key: "" for key in _OPTIONAL if key in catalog.blobs}
     unknown = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
     if unknown and TRAIN_STATE not in excluded:
         note(f"not loaded from {path}, unknown to titan: {', '.join(sorted(unknown))}")

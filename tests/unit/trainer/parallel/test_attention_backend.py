@@ -1,5 +1,6 @@
 """The order of attention kernels by GPU, seen from inside the context; a CPU is left alone."""
 
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -92,7 +93,9 @@ def test_a_run_on_a_cpu_has_it(monkeypatch):
     monkeypatch.setattr(train, "build", lambda *args: SimpleNamespace(parts=["a part"]))
     monkeypatch.setattr(train, "make_meshes", lambda *args: None)
     monkeypatch.setattr(train, "Timeouts", lambda *args: None)
-    ranks = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(ZeroDivisionError):
-        train.train_locked(resolve_job(Config(), 1), ranks, None, None, None)
+    nothing = SimpleNamespace(candidates=lambda initial: [], recorded=lambda paths, seq_len: None)
+    monkeypatch.setattr(train, "Checkpoints", lambda *args, **options: nullcontext(nothing))
+    ranks = SimpleNamespace(device=torch.device("cpu"), agreement=None)
+    with pytest.raises(ZeroDivisionError), ExitStack() as held:
+        train.train_locked(resolve_job(Config(), 1), ranks, None, None, held)
     assert output == [(["a part"], ranks.device)]

@@ -1,0 +1,127 @@
+"""What a checkpoint says of the run that wrote it: the config's values, or what its other values imply. Torch-free."""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.catalog import Box
+from converters.containers.dcp_item import read_blob_item
+from converters.engine.read import CatalogReader
+from converters.errors import CheckpointError
+from converters.names import DATALOADER, OPTIMIZER, TRAIN_STATE
+from converters.open import open_checkpoint
+from converters.training.optimizer_state import is_number
+from trainer.data.position import STREAMS
+
+SETTINGS = f"{TRAIN_STATE}.settings"  # JSON: the run's settings by config key
+BATCH = "training.global_batch_size"
+NUM_STREAMS = "training.dataset_streams"
+OPTIMIZER_KIND = "optimizer.name"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Settings of the run that wrote a checkpoint, by config key.
+
+    `is_partial`: another tool or an earlier titan wrote it, and these are the few that follow from its other values.
+    """
+
+    path: Path
+    settings: Mapping[str, Any]
+    is_partial: bool
+
+
+def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
+    """What the first checkpoint records that is whole, as far as its small files say; None where there is none.
+
+    Loading finds what else is wrong, and says why a checkpoint is not used.
+    """
+    for path in paths:
+        with suppress(CheckpointError):
+            return read_recorded(path, excluded=excluded, seq_len=seq_len)
+    return None
+
+
+def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -> Recorded:
+    """What a checkpoint records. `seq_len`: that of the config, for streamed data.
+
+    Without the progress of the run (`excluded`), a new one begins, of which only the optimizer's settings count.
+    """
+    catalog = open_checkpoint(path)
+    with CatalogReader(catalog) as reader:
+
+        def value(key: str) -> Any:
+            """A plain value, or a number that is saved as a tensor (stock DCP's); None where there is none."""
+            if key in catalog.blobs:
+                return read_blob_item(reader.read_blob(key), what=key)
+            if key in reader.tensors and is_number(reader.tensors[key]):
+                return reader.read(key, Box((), ())).item()
+            return None
+
+        text, has_data = value(SETTINGS), DATALOADER not in excluded
+        implied = _of_optimizer(value, (*catalog.blobs, *reader.tensors))
+        if TRAIN_STATE in excluded:
+            return Recorded(path, implied, is_partial=False)
+        if isinstance(text, str):
+            try:
+                settings = dict(json.loads(text))
+            except ValueError as error:
+                raise CheckpointError(f"{path}: {SETTINGS} is damaged: {error}") from None
+            return Recorded(path, settings if has_data else _without_data(settings), is_partial=False)
+        fingerprint = value(f"{DATALOADER}.fingerprint")
+        if isinstance(fingerprint, str) and fingerprint.endswith(STREAMS):
+            implied[NUM_STREAMS] = int(fingerprint.removesuffix(STREAMS).rpartition("/")[2])
+        if batch := _batch(value, fingerprint, seq_len):
+            implied[BATCH] = batch
+        return Recorded(path, implied if has_data else _without_data(implied), is_partial=True)
+
+
+def _without_data(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what belongs to a position in the data."""
+    return {key: value for key, value in settings.items() if key != NUM_STREAMS}
+
+
+def _of_optimizer(value: Any, names: Collection[str]) -> dict[str, Any]:
+    """The optimizer's settings from those of its first parameter group, which all parameters share."""
+    ending = ".betas"
+    first = next(
+        (name for name in names if name.startswith(f"{OPTIMIZER}.param_groups.") and name.endswith(ending)), ""
+    )
+    if not first:
+        return {}
+    group = {key: value(f"{first.removesuffix(ending)}.{key}") for key in _OF_GROUP}
+    found: dict[str, Any] = {_OF_GROUP[key]: number for key, number in group.items() if isinstance(number, int | float)}
+    if isinstance(kind := found.pop(OPTIMIZER_KIND, None), bool):
+        found[OPTIMIZER_KIND] = "AdamW" if kind else "Adam"
+    betas = value(first)
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
+    return found
+
+
+_OF_GROUP = {  # torch's names of a group's settings
+    "decoupled_weight_decay": OPTIMIZER_KIND,
+    "initial_lr": "optimizer.lr",
+    "eps": "optimizer.eps",
+    "weight_decay": "optimizer.weight_decay",
+}
+
+
+def _batch(value: Any, fingerprint: Any, seq_len: int) -> int | None:
+    """Samples of a step, where the samples and the steps of the run are known and agree with its tokens; else None.
+
+    They do not where the data was started again, or the batch was another one before.
+    """
+    step, num_tokens = value(f"{TRAIN_STATE}.step"), value(f"{TRAIN_STATE}.ntokens_seen")
+    positions = value(f"{DATALOADER}.positions")
+    consumed = value(f"{DATALOADER}.consumed_samples")
+    if isinstance(positions, list | tuple):
+        consumed = sum(position[-1] for position in positions)
+    elif isinstance(fingerprint, str) and (end := fingerprint.rpartition("/")[2]).isdecimal():
+        seq_len = int(end)
+    if not (step and consumed and num_tokens) or consumed % step or num_tokens > consumed * seq_len:
+        return None
+    return int(consumed // step)
