@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 import threading
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +26,7 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
+from titan_tools.console import note, print_error
 from titan_tools.interrupts import resend_swallowed_signals
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
 
@@ -77,6 +76,7 @@ app = typer.Typer(
 )
 
 
+_RUN_MODELS = ("seed", "estimate-memory", "train", "infer")  # commands that import torch
 _IMPORT = "TITAN_IMPORT"  # passes --import to processes that this one starts
 _TAKES_OVERRIDES = {
     "allow_extra_args": True,
@@ -94,6 +94,7 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _options_of_titan(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -108,6 +109,13 @@ def _options_of_titan(
         ),
     ] = None,
 ) -> None:
+    if context.invoked_subcommand in _RUN_MODELS:
+        from titan_tools.installation import note_on_torch
+        from titan_tools.launch import started_by_titan
+
+        is_first = os.environ.get("RANK", "0") == "0" and not started_by_titan()  # one line a launch
+        if is_first and (untested := note_on_torch()):
+            note(untested)
     if module:
         from trainer.config.custom_import import import_custom
 
@@ -176,20 +184,19 @@ def run() -> int:
     if "RANK" not in os.environ:  # the launcher of a rank reads from its exit status that a signal ended it
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        _refuse_foreign_packages()
         code = app(prog_name="titan", standalone_mode=False)
         sys.stdout.flush()
         return code or 0
     except TitanError as error:
-        _print_error(error.message, hint=error.hint, tries=error.tries)
+        print_error(error.message, hint=error.hint, tries=error.tries)
         return error.exit_code
     except typer.TyperException as error:  # unknown command or option, missing argument, bad value
         return _print_usage_error(error)
     except (typer.Abort, _Interrupted, KeyboardInterrupt) as error:
-        _print_error("interrupted", hint=_notes(error))
+        print_error("interrupted", hint=_notes(error))
         return 130
     except _Terminated as error:
-        _print_error("ended by SIGTERM", hint=_notes(error))
+        print_error("ended by SIGTERM", hint=_notes(error))
         return 128 + signal.SIGTERM
     except SystemExit as error:  # raised by Typer after a completion, and in place of a BrokenPipeError
         return PIPE_CLOSED if error.code else 0
@@ -198,14 +205,14 @@ def run() -> int:
     except OSError as error:  # a path that cannot be read or written, without a handler closer to it
         if (known := as_machine_error(error)) is None:
             return _print_internal_error(error)
-        _print_error(known.message, hint=known.hint, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
+        print_error(known.message, hint=known.hint, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
         return known.exit_code
     except Exception as error:
         if known := as_memory_error(error):
-            _print_error(known.message, hint=known.hint, tries=_fewer_workers())
+            print_error(known.message, hint=known.hint, tries=_fewer_workers())
             return known.exit_code
         if "can't start new thread" in str(error):
-            _print_error("no more threads can be started on this machine", tries=_fewer_workers())
+            print_error("no more threads can be started on this machine", tries=_fewer_workers())
             return 2
         return _print_internal_error(error)
 
@@ -245,37 +252,22 @@ def _print_usage_error(error: typer.TyperException) -> int:
         return 2
     ctx = getattr(error, "ctx", None)  # missing for an option without its argument
     command = ctx.command_path if ctx else _current_command()[0]
-    _print_error(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
+    print_error(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
     return 2
 
 
 def _print_internal_error(error: Exception) -> int:
     import traceback
 
+    from titan_tools.installation import explain
+
+    custom = sys.modules.get("trainer.config.custom_import")  # not where `trainer` itself cannot be imported
+    is_of_import = custom is not None and custom.imported_line(error)
+    if not is_of_import and (problem := explain(error)):
+        print_error(problem.message, hint=problem.hint, tries=problem.tries)
+        return problem.exit_code
     from trainer.config.custom_import import where_to_look
 
     traceback.print_exception(error)
-    _print_error(f"{type(error).__name__}: {error}", hint=where_to_look(error))
+    print_error(f"{type(error).__name__}: {error}", hint=where_to_look(error))
     return 3
-
-
-def _print_error(message: str, *, hint: str = "", tries: tuple[str, ...] | list[str] = ()) -> None:
-    lines = [f"error: {message}"]
-    if hint:
-        lines.append(f"hint: {hint}")
-    lines += [f"try: {line}" for line in tries]
-    print("\n".join(lines), file=sys.stderr, flush=True)
-
-
-def _refuse_foreign_packages() -> None:
-    """`trainer` and `converters` are generic names: stop if another package of that name would be imported."""
-    home = Path(__file__).resolve().parent.parent
-    for name in ("trainer", "converters"):
-        spec = find_spec(name)
-        found = Path(spec.origin).resolve().parent.parent if spec and spec.origin else None
-        if found != home:
-            raise TitanError(
-                f"the package {name!r} on the import path is not titan's: {spec.origin if spec else 'none'}",
-                hint="a folder of that name in the working directory or on PYTHONPATH shadows it",
-                tries=[f"python -P -m titan_tools {' '.join(sys.argv[1:])}".rstrip()],
-            )

@@ -16,6 +16,14 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def print_error(message: str, *, hint: str = "", tries: Sequence[str] = ()) -> None:
+    lines = [f"error: {message}"]
+    if hint:
+        lines.append(f"hint: {hint}")
+    lines += [f"try: {line}" for line in tries]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
 def print_json(value: Any) -> None:
     """Print the JSON object of a `--json` run. NaN and infinity become null, which every JSON parser accepts.
 

@@ -20,9 +20,10 @@ from types import FrameType
 from typing import Any
 
 from converters.errors import TitanError
+from titan_tools.installation import explain
 from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
-from trainer.config.custom_import import where_to_look
+from trainer.config.custom_import import imported_line, where_to_look
 from trainer.rendezvous import launched
 from trainer.signals import die_with_parent
 
@@ -257,6 +258,8 @@ def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
         exit_code, text, hint, tries = error.exit_code, error.message, error.hint, error.tries
     elif isinstance(error, KeyboardInterrupt):
         exit_code, text = 130, "interrupted"
+    elif not imported_line(error) and (problem := explain(error)):
+        text, hint, tries, exit_code = problem
     else:
         hint, trace = where_to_look(error), "".join(traceback.format_exception(error))
     now = time.time()

@@ -158,20 +158,32 @@ def use_one_worker() -> None:
 
 def _with_one_worker(construct: Any) -> Any:
     @functools.wraps(construct)
-    def __init__(
-        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
-    ) -> None:
-        options_type: Any = dist.ProcessGroupGloo._Options  # type: ignore[attr-defined]
-        if not isinstance(options, options_type):
-            timeout = options or timeout
-            options = options_type()
-            options._devices = _devices(size)
-            if timeout is not None:
-                options._timeout = timeout
-        options._threads = 1
-        construct(self, store, rank, size, options)
+    def __init__(self: Any, store: Any, rank: int, size: int, *args: Any, **settings: Any) -> None:
+        options = _options_of_one_worker(size, *args, **settings)
+        if options is None:  # a later torch: as it is called
+            construct(self, store, rank, size, *args, **settings)
+        else:
+            construct(self, store, rank, size, options)
 
     return __init__
+
+
+def _options_of_one_worker(size: int, options: Any = None, *unknown: Any, **settings: Any) -> Any:
+    """The arguments of a gloo group as its options, with one worker. None where the options of this torch lack one."""
+    type_: Any = getattr(dist.ProcessGroupGloo, "_Options", None)
+    if type_ is None or unknown:
+        return None
+    if not isinstance(options, type_):
+        if options is not None:
+            settings["timeout"] = options
+        options = type_()
+        settings["devices"] = _devices(size)
+    for name, value in {**settings, "threads": 1}.items():
+        field = next((each for each in (name, f"_{name}") if hasattr(options, each)), None)
+        if field is None:
+            return None
+        setattr(options, field, value)
+    return options
 
 
 def _devices(size: int) -> list[Any]:

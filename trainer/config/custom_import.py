@@ -50,8 +50,15 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
 
 def where_to_look(error: BaseException) -> str:
     """The hint for an unexpected error: the last line of an imported module in its traceback, or titan itself."""
+    if line := imported_line(error):
+        return f"check {line}, which is not part of titan; the traceback is above"
+    return "this is a bug in titan; the traceback is above"
+
+
+def imported_line(error: BaseException) -> str:
+    """The last line of an imported module in an error's traceback, empty if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
         if not _imported.isdisjoint((path, *path.parents)):
-            return f"check {frame.filename}:{frame.lineno}, which is not part of titan; the traceback is above"
-    return "this is a bug in titan; the traceback is above"
+            return f"{frame.filename}:{frame.lineno}"
+    return ""

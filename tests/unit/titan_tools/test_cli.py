@@ -121,7 +121,7 @@ def test_another_trainer_package_is_refused(tmp_path):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('the wrong package ran')\n")
     root = Path(__file__).resolve().parents[3]
-    code = f"import sys; sys.path.append({str(root)!r}); from titan_tools.cli import main; main()"
+    code = f"import sys; sys.path.append({str(root)!r}); from titan_tools.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "is not titan's" in done.stderr and "the wrong package ran" not in done.stderr + done.stdout

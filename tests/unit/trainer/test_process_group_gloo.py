@@ -37,6 +37,35 @@ def test_every_group_has_one_worker_and_its_timeout(one_worker, monkeypatch, tmp
         dist.destroy_process_group()
 
 
+def test_what_a_later_torch_passes_reaches_its_options_or_torch_itself(monkeypatch):
+    """torch 2.14 passes `enable_reconfigure`, for which its options have a field; older ones know neither."""
+    seen = []
+    construct = process_group._with_one_worker(lambda self, *args, **settings: seen.append((args, settings)))
+    construct(None, "store", 0, 2, timeout=timedelta(seconds=7), of_a_later_torch=True)
+    assert seen == [(("store", 0, 2), {"timeout": timedelta(seconds=7), "of_a_later_torch": True})]
+    construct(None, "store", 0, 2, timedelta(seconds=7), True)
+    assert seen.pop() == (("store", 0, 2, timedelta(seconds=7), True), {})
+
+    class Options:
+        def __init__(self):
+            self._threads, self._devices, self._timeout, self.enable_reconfigure = 2, [], None, False
+
+    class Gloo:
+        _Options = Options
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Gloo)
+    monkeypatch.setattr(process_group, "_devices", lambda size: ["device"])
+    construct(None, "store", 0, 2, timeout=timedelta(seconds=7), enable_reconfigure=True)
+    (*_, options), settings = seen.pop()
+    assert vars(options) == {
+        "_threads": 1,
+        "_devices": ["device"],
+        "_timeout": timedelta(seconds=7),
+        "enable_reconfigure": True,
+    }
+    assert settings == {}
+
+
 def test_collectives_whose_names_are_kept_differently_overlap(one_worker, tmp_path):
     """With two workers glibc finds its heap corrupted within seconds of this, and ends the process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)

@@ -110,7 +110,7 @@ def _of_plan(planned: Sequence[Any], stages: Sequence[int], num_microbatches: in
     actions = []
     for action in planned:
         name = action.computation_type.value
-        if not name.startswith(("SEND", "RECV")):
+        if name in PHASES and not name.startswith(("SEND", "RECV", "WAIT")):
             microbatch = NO_MICROBATCH if action.microbatch_index is None else action.microbatch_index
             actions.append(RankAction(PHASES[name], part_of[action.stage_index], microbatch))
     return Order((*actions, END), num_microbatches, reshards, planned=tuple(planned))

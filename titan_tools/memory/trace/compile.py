@@ -139,7 +139,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message:.500}{point}" if message else type(error).__name__
 
 
-def _keep_rng_ops(joint: Any, forward: Any, backward: Any, num_symbols: int) -> tuple[Any, Any]:
+def _keep_rng_ops(joint: Any, forward: Any, backward: Any, *unused: Any, **others: Any) -> tuple[Any, Any]:
     """Skip the RNG state that recomputed attention would keep: it is in host memory, and unused without dropout."""
     return forward, backward
 
@@ -174,7 +174,7 @@ def _plan_with_inductor(kernels: Kernels) -> Iterator[None]:
             torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
         )
         stack.enter_context(patch.object(GraphLowering, "compile_to_module", _load_without_kernels))
-        stack.enter_context(patch.object(inductor, "get_input_idxs_to_check", lambda inputs, static: ()))  # all aligned
+        stack.enter_context(patch.object(inductor, "get_input_idxs_to_check", lambda *_, **__: ()))  # all aligned
         planned = partial(_compile_for_device, inductor.compile_fx_inner, torch.device(kernels.device, 0))
         stack.enter_context(patch.object(inductor, "compile_fx", partial(inductor.compile_fx, inner_compile=planned)))
         yield
@@ -210,7 +210,7 @@ def _on(device: torch.device, value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _load_without_kernels(graph: Any) -> SimpleNamespace:
+def _load_without_kernels(graph: Any, *unused: Any, **others: Any) -> SimpleNamespace:
     """In place of GraphLowering.compile_to_module: the code is not written to disk, and its kernels not compiled."""
     code, _ = graph.codegen()
     return run_without_kernels(code.value, {**graph.constants, **graph.torchbind_constants})

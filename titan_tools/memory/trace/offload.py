@@ -112,7 +112,7 @@ def _copying(recorder: OffloadRecorder, own: Callable[..., Any], *, to_host: boo
     own_to = torch.Tensor.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(args[0], torch.device):
+        if not args or not isinstance(args[0], torch.device):
             return own_to(tensor, *args, **kwargs)
         with recorder.on_side(is_host=to_host, is_fixed=True):
             return tensor.clone()

@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_leaves
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.parallel.one_rank import ComputeCopy
 
-# By the actions' names in torch's pipeline schedules
+# By the actions' names in torch's pipeline schedules; those of WAIT_ are new in torch 2.15
 PHASES = {
-    **dict.fromkeys(("F", "SEND_F", "RECV_F", "UNSHARD"), "forward"),
-    **dict.fromkeys(("B", "I", "SEND_B", "RECV_B", "RESHARD"), "backward"),
+    **dict.fromkeys(("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD"), "forward"),
+    **dict.fromkeys(("B", "I", "SEND_B", "WAIT_SEND_B", "RECV_B", "RESHARD"), "backward"),
     "W": "weight",
-    "REDUCE_GRAD": "reduce",
+    **dict.fromkeys(("REDUCE_GRAD", "WAIT_REDUCE_GRAD"), "reduce"),
 }
 NO_STAGE = -1
 _STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
@@ -97,12 +97,12 @@ def _gather(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any
         return own(group, *args, **kwargs)
 
 
-def _cast(own: Function, recorder: Recorder, copy: ComputeCopy) -> None:
+def _cast(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
     with recorder.as_part("all_gather"):
-        own(copy)
+        own(*args, **kwargs)
 
 
-def _post_backward(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any) -> None:
+def _post_backward(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any, **kwargs: Any) -> None:
     """A group's gradients are complete: unsharded before, this rank's shards after."""
     before = recorder.point
     if before.phase == "reduce":
@@ -110,7 +110,7 @@ def _post_backward(own: Function, recorder: Recorder, group: FSDPParamGroup, *ar
     for parameter in group.fsdp_params:
         _label_gradients(parameter, recorder)
     with recorder.as_part("reduce_scatter"):
-        own(group, *args)
+        own(group, *args, **kwargs)
     for parameter in group.fsdp_params:
         _label_gradients(parameter, recorder)
     recorder.point = before
@@ -130,19 +130,19 @@ def _label_gradients(parameter: Any, recorder: Recorder) -> None:
             recorder.reclassify(gradient, "gradients")
 
 
-def _name_streams(own: Function, recorder: Recorder, context: FSDPCommContext, device: Any) -> None:
+def _name_streams(own: Function, recorder: Recorder, context: FSDPCommContext, *args: Any, **kwargs: Any) -> None:
     """Each FSDP root makes its own streams."""
-    own(context, device)
+    own(context, *args, **kwargs)
     count = len({name.partition("/")[2] for name in recorder.stream_names.values()})
     for name in _STREAMS:
         recorder.name_stream(getattr(context, f"{name}_stream"), f"{name}/{count}" if count else name)
 
 
-def _pad_once(own: Function, recorder: Recorder, parameter: Any) -> None:
+def _pad_once(own: Function, recorder: Recorder, parameter: Any, *args: Any, **kwargs: Any) -> None:
     """Do not pad an uneven shard again that is padded already: FSDP compares addresses, which fake tensors lack."""
     held = parameter._sharded_param_data.untyped_storage()
     if held._cdata != parameter.sharded_param._local_tensor.untyped_storage()._cdata:
-        own(parameter)
+        own(parameter, *args, **kwargs)
 
 
 def _run_unrecorded(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
@@ -158,11 +158,12 @@ def _set_point(recorder: Recorder, phase: str, stage: int, microbatch: int = -1)
     recorder.point = recorder.point._replace(phase=phase, stage=stage, microbatch=microbatch, module="")
 
 
-def _name_action(own: Function, recorder: Recorder, action: Any) -> Any:
+def _name_action(own: Function, recorder: Recorder, action: Any, *args: Any, **kwargs: Any) -> Any:
     """Schedules of several stages per rank name each action for the profiler, just before they run it."""
     microbatch = -1 if action.microbatch_index is None else action.microbatch_index
-    _set_point(recorder, PHASES[action.computation_type.value], action.stage_index, microbatch)
-    return own(action)
+    if (phase := PHASES.get(action.computation_type.value)) is not None:  # else a later torch's
+        _set_point(recorder, phase, action.stage_index, microbatch)
+    return own(action, *args, **kwargs)
 
 
 def _compute_chunk(
@@ -180,16 +181,16 @@ def _compute_chunk(
     return result
 
 
-def _reduce_stage(own: Function, recorder: Recorder, stage: _PipelineStageBase, *args: Any) -> None:
+def _reduce_stage(own: Function, recorder: Recorder, stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> None:
     _set_point(recorder, "reduce", stage.stage_index)
-    own(stage, *args)
+    own(stage, *args, **kwargs)
     _set_point(recorder, "reduce", stage.stage_index)
 
 
-def _end_step(own: Function, recorder: Recorder, *args: Any) -> None:
+def _end_step(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
     """All microbatches are done: what follows belongs to none of them, nor to a stage."""
     _set_point(recorder, "forward", NO_STAGE)
-    own(*args)
+    own(*args, **kwargs)
 
 
 def _make_buffers(own: Function, recorder: Recorder, stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
@@ -199,11 +200,11 @@ def _make_buffers(own: Function, recorder: Recorder, stage: _PipelineStageBase, 
         return own(stage, *args, **kwargs)
 
 
-def _make_buffer(own: Function, recorder: Recorder, *args: Any) -> Any:
+def _make_buffer(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
     """A stage receives one tensor per microbatch, and allocates their buffers in order."""
     if recorder.point.phase == "build":
         recorder.point = recorder.point._replace(microbatch=recorder.point.microbatch + 1)
-    return own(*args)
+    return own(*args, **kwargs)
 
 
 def _defining(kind: type, name: str) -> type:

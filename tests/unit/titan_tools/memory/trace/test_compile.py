@@ -182,11 +182,17 @@ class Runner:
         args.clear()
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
+            assert_size_stride(x, (9,), (9,))
+            assert_of_a_later_torch((x,), ((9,),), 'input')
+            assert_more_of_it(x, (9,), dtype=torch.int8)
             buf0 = empty_strided_cuda((2, 3), (3, 1), torch.bfloat16)
             triton_poi_fused_0.run(x, buf0, 6, stream=get_raw_stream(0))
             buf1 = torch.ops.aten.full.default([2], 1.0, device=device(type='cuda', index=0))
             buf2 = reinterpret_tensor(buf0, (3, 2), (1, 3), 0); del buf0
         return (buf1, buf2, constant0)
+assert_size_stride = torch._C._dynamo.guards.assert_size_stride
+assert_of_a_later_torch = torch._C._dynamo.guards.assert_of_a_later_torch
+from torch._inductor.runtime.runtime_utils import assert_more_of_it
 runner = Runner()
 call = runner.call
 """
