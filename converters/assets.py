@@ -3,8 +3,6 @@
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,19 @@ from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, UnsupportedError
 from converters.json_file import read_json, write_json
 from converters.names import (
+    ADDED_TOKENS,
     ASSETS_FOLDER,
     HF_GENERATION_CONFIG,
+    MERGES,
+    META_PARAMS,
     MOONSHOT_RANKS,
+    SPECIAL_TOKENS_MAP,
     TIKTOKEN_MODEL,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
+    VOCAB_JSON,
 )
-from converters.tokenizers import moonshot
 from converters.tokenizers.agreement import disagreement
-from converters.tokenizers.config_tokens import count_lacking, read_table, token_text, tokens_only_in_config
 from converters.tokenizers.sentencepiece_model import (
     read_sentencepiece,
     require_exact,
@@ -44,12 +45,12 @@ CARRIED = (
     MOONSHOT_RANKS,
     TOKENIZER_CONFIG,
     HF_GENERATION_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
+    SPECIAL_TOKENS_MAP,
+    ADDED_TOKENS,
     "chat_template.jinja",
     "chat_template.json",
-    "vocab.json",  # this and the next are for Qwen's slow tokenizers
-    "merges.txt",
+    VOCAB_JSON,
+    MERGES,
 )
 # The licence, which must accompany a copy of the model, and the model card
 _DOCUMENT = re.compile(
@@ -57,7 +58,7 @@ _DOCUMENT = re.compile(
 )
 _MOST_OF_DOCUMENT = 16 << 20  # bytes
 _WEIGHTS = re.compile(r"\.metadata|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)")
-TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL, MOONSHOT_RANKS)
+TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL, MOONSHOT_RANKS, VOCAB_JSON)
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for all but the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
@@ -137,23 +138,39 @@ def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
-    if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
-        return dict(_read_ids(*_versions(assets)).named)
-    if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
-        if TOKENIZER_JSON in assets:
-            id_of, _ = read_table(assets[TOKENIZER_JSON])
-        else:
-            if not is_of_llama(num_ranks := len(read_ranks(assets[TIKTOKEN_MODEL]))):
-                return {}
-            special = special_tokens_after(num_ranks, vocab_size=vocab_size)
-            id_of = {token: num_ranks + i for i, token in enumerate(special)}
-        ends = [id_of[token] for token in _LLAMA_ENDS if token in id_of]
-        return {"bos_token_id": id_of[BEGIN], "eos_token_id": ends} if ends and BEGIN in id_of else {}
-    if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
-        return model.token_ids()
-    if MOONSHOT_RANKS in assets and TOKENIZER_JSON not in assets and TIKTOKEN_MODEL not in assets:
-        return dict(moonshot.named_ids(assets, TOKEN_IDS))
-    return {}
+    """Those below `vocab_size`; none where the tokenizer is of a kind that is not read."""
+    from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
+
+    model = assets.get(TIKTOKEN_MODEL)
+    if vocabulary_file(assets) is None:
+        return {}
+    described = assets.get(TOKENIZER_JSON)
+    in_metas_folder = model and described == model.parent / TOKENIZER_JSON and (model.parent / META_PARAMS).is_file()
+    if model and (is_metas(assets) or in_metas_folder) and looks_like_tiktoken(model):
+        return _ids_of_meta(assets, model, vocab_size)
+    if model and is_metas(assets):
+        found = read_sentencepiece(model)
+        return found.token_ids() if found else {}
+    try:
+        tokenizer = read_folder_tokenizer(assets, with_merges=False)
+    except UnsupportedError:  # a remark of the report says why
+        return {}
+    ids = {key: tokenizer.id_of(key.removesuffix("_id")) for key in TOKEN_IDS}
+    return {key: id for key, id in ids.items() if id is not None and id < vocab_size}
+
+
+def _ids_of_meta(assets: Mapping[str, Path], model: Path, vocab_size: int) -> dict[str, Any]:
+    if TOKENIZER_JSON in assets:
+        from converters.tokenizers.reader import read_folder_tokenizer
+
+        id_of = read_folder_tokenizer(assets, with_merges=False).tokenizer.get_vocab()
+    else:
+        if not is_of_llama(num_ranks := len(read_ranks(model))):
+            return {}
+        special = special_tokens_after(num_ranks, vocab_size=vocab_size)
+        id_of = {token: num_ranks + i for i, token in enumerate(special)}
+    ends = [id_of[token] for token in _LLAMA_ENDS if token in id_of]
+    return {"bos_token_id": id_of[BEGIN], "eos_token_id": ends} if ends and BEGIN in id_of else {}
 
 
 def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[str, Any]) -> list[str]:
@@ -167,20 +184,38 @@ def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[s
     for name, path in assets.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
-    written = list(assets)
+    written = [*assets, *_write_class(folder, assets)]
     if generation and HF_GENERATION_CONFIG not in assets:
         write_json(folder / HF_GENERATION_CONFIG, dict(generation))
         written.append(HF_GENERATION_CONFIG)
     return written
 
 
+def _write_class(folder: Path, assets: Mapping[str, Path]) -> list[str]:
+    """Name the tokenizer's class in the copied tokenizer_config.json, where the source's config.json implied it.
+
+    Returns the name of the file if it is new.
+    """
+    from converters.tokenizers.reader import implied_class
+
+    copied = {name: folder / name for name in assets}
+    name = implied_class(assets)
+    if name is None or implied_class(copied) == name:
+        return []
+    config = read_json(copied[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in copied else {}
+    write_json(folder / TOKENIZER_CONFIG, config | {"tokenizer_class": name})
+    return [] if config else [TOKENIZER_CONFIG]
+
+
 def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_size: int, max_seq_len: int) -> list[str]:
-    """Write tokenizer.json and tokenizer_config.json for a tokenizer.model, which transformers cannot open alone.
+    """Write tokenizer.json and tokenizer_config.json for a tokenizer.model of Meta's, which transformers misreads.
 
     Writes nothing where there is a tokenizer.json, or where none would be exact. Returns the names written.
     """
+    from converters.tokenizers.reader import is_metas
+
     path = assets.get(TIKTOKEN_MODEL)
-    if TOKENIZER_JSON in assets or path is None:
+    if path is None or not is_metas(assets):  # transformers opens the files as they are
         return []
     try:
         if looks_like_tiktoken(path):
@@ -208,6 +243,8 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
 
     `of_meta`: the source is a Meta release, whose readers open the tokenizer.model.
     """
+    from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
+
     path = assets.get(TIKTOKEN_MODEL)
     if to in ("meta", "torchtune") or (to == "hf" and of_meta):
         problem = disagreement(assets, meta_vocab_size=vocab_size if to == "meta" else None)
@@ -217,19 +254,23 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
     try:
         if to == "meta" and path is None and TOKENIZER_JSON in assets:
             ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
-        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and looks_like_tiktoken(path):
+        elif to != "hf" or TOKENIZER_JSON in assets:
+            return ""
+        elif path is not None and is_metas(assets) and looks_like_tiktoken(path):
             require_of_llama(path, num_ranks := len(read_ranks(path)))
             if num_ranks > vocab_size - 2:
                 return (
                     f"{TIKTOKEN_MODEL} is copied, and no {TOKENIZER_JSON} is made from it: its {num_ranks:,} "
                     f"tokens leave no room for begin and end of text in {vocab_size:,} rows"
                 )
-        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets:
+        elif path is not None and is_metas(assets):
             if (model := read_sentencepiece(path)) is None:
                 return f"{TIKTOKEN_MODEL} is copied unread: it is neither tiktoken nor SentencePiece"
             require_exact(model)
-        elif to == "hf" and MOONSHOT_RANKS in assets and TOKENIZER_JSON not in assets:
+        elif path is None and MOONSHOT_RANKS in assets:
             return f"transformers opens {MOONSHOT_RANKS} with a Python class of the model's folder, which is not copied"
+        elif vocabulary_file(assets) is not None:
+            read_folder_tokenizer(assets, with_merges=False)
     except CheckpointError:  # another remark says that it cannot be read
         return ""
     except UnsupportedError as error:
@@ -243,38 +284,13 @@ def largest_token_id(assets: Mapping[str, Path]) -> int | None:
 
     Raises CheckpointError and UnsupportedError where it cannot be read.
     """
-    if TOKENIZER_JSON in assets:
-        return _read_ids(*_versions(assets)).largest
-    if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
-        return max(read_ranks(assets[TIKTOKEN_MODEL]).values(), default=None)
-    if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
-        return len(model.pieces) - 1
-    if MOONSHOT_RANKS in assets and TIKTOKEN_MODEL not in assets:
-        return max(moonshot.special_tokens(assets, len(read_ranks(assets[MOONSHOT_RANKS]))).values())
-    return None
+    from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 
-
-@dataclass(frozen=True, slots=True)
-class _Ids:
-    largest: int
-    named: Mapping[str, int]  # bos_token_id, … that tokenizer_config.json names
-
-
-def _versions(assets: Mapping[str, Path]) -> tuple[tuple[Path, int, int] | None, ...]:
-    """tokenizer.json and tokenizer_config.json, with size and time, which identify their content."""
-    found = []
-    for name in (TOKENIZER_JSON, TOKENIZER_CONFIG):
-        status = assets[name].stat() if name in assets else None
-        found.append((assets[name], status.st_mtime_ns, status.st_size) if status else None)
-    return tuple(found)
-
-
-@lru_cache(maxsize=2)  # one tokenizer is read twice, and may be 30 MB of JSON
-def _read_ids(tokenizer: tuple[Path, int, int], settings: tuple[Path, int, int] | None) -> _Ids:
-    id_of, next_id = read_table(tokenizer[0])
-    config = read_json(settings[0]) if settings else {}
-    largest = max([next_id + count_lacking(config, id_of) - 1, *(id for id in id_of.values() if isinstance(id, int))])
-    if settings:
-        id_of = id_of | tokens_only_in_config({TOKENIZER_CONFIG: settings[0]}, id_of, next_id)
-    named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
-    return _Ids(largest, {key: id_of[text] for key, text in named.items() if text in id_of})
+    if (path := vocabulary_file(assets)) is None:
+        return None
+    if is_metas(assets):  # the number of its special tokens follows from the model
+        if looks_like_tiktoken(path):
+            return max(read_ranks(path).values(), default=None)
+        model = read_sentencepiece(path)
+        return len(model.pieces) - 1 if model else None
+    return max(read_folder_tokenizer(assets, with_merges=False).tokenizer.get_vocab().values(), default=None)

@@ -34,10 +34,9 @@ from converters.hf_fields import (
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args, check_blocks
 from converters.multimodal import OUTER, find_files, joined_config, split_config
-from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
+from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO, UNTRANSLATED
 from converters.quantization import KEY, Scheme, quantization_config, read_quantization
 
-UNTRANSLATED = "untranslated"  # the key of titan_model.json
 MODEL_FILES = (MODEL_INFO, HF_CONFIG, META_PARAMS)  # that describe the model; the first one present is read
 
 

@@ -6,6 +6,7 @@ import re
 DCP_METADATA = ".metadata"
 MANIFEST = "titan_manifest.json"
 MODEL_INFO = "titan_model.json"  # {"family": …, "args": {…}}: which model the weights are of
+UNTRANSLATED = "untranslated"  # its key for fields of config.json that titan does not read
 ASSETS_FOLDER = "assets"  # tokenizer, chat template, generation config; copied along with the weights
 JOURNAL = ".titan_journal"  # which regions of an unfinished output can be trusted
 
@@ -20,6 +21,8 @@ TIKTOKEN_MODEL = "tokenizer.model"
 MOONSHOT_RANKS = "tiktoken.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+VOCAB_JSON, MERGES = "vocab.json", "merges.txt"
 TORCH_MODEL = "model.pt"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"

@@ -28,8 +28,8 @@ from converters.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_f
 from converters.manifest import list_files
 from converters.mesh_check import check_mesh
 from converters.mesh_shape import MeshShape
-from converters.model_info import UNTRANSLATED, ModelInfo, write_model_info
-from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
+from converters.model_info import ModelInfo, write_model_info
+from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS, UNTRANSLATED
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_kept_float32

@@ -8,11 +8,11 @@ from converters.families.base import computed_numbers, defining_numbers
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tokenizers.tokenizer import has_tokenizer, load_tokenizer, tokenizes_differently
 from converters.weights import NativeWeights
 from trainer.config.sections import Checkpoint, Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
-from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
 from trainer.job import Job
 
 NO_TOKENIZER = "checkpoints will have no tokenizer: model.hf_assets_path is not set, and the data has none"
@@ -73,15 +73,15 @@ def tokenizer_folder(model: Model, training: Training) -> Path:
     """The folder that the config sets; else the prepared data, which has its tokenizer; else the default."""
     folder, data = Path(model.hf_assets_path), _prepared_data(training)
     is_set = model.hf_assets_path != Model().hf_assets_path  # by value: `titan config show` writes defaults too
-    if data and not is_set and _holds_tokenizer(data):
+    if data and not is_set and has_tokenizer(data):
         return data
-    if is_set and not _holds_tokenizer(folder):
+    if is_set and not has_tokenizer(folder):
         what = f"holds no {TOKENIZER_JSON} or {TIKTOKEN_MODEL}" if folder.is_dir() else "is not a folder"
         raise ConfigError(
             f"model.hf_assets_path = {model.hf_assets_path!r} {what}",
             hint="prepared data and HF folders have one; without the key the data's is used",
         )
-    if data and _holds_tokenizer(folder):
+    if data and has_tokenizer(folder):
         _refuse_other_vocabulary(folder, data)
     return folder
 
@@ -93,10 +93,6 @@ def _prepared_data(training: Training) -> Path | None:
     return data if data and (data / INDEX_JSON).is_file() else None
 
 
-def _holds_tokenizer(folder: Path) -> bool:
-    return not find_assets(folder).keys().isdisjoint((TOKENIZER_JSON, TIKTOKEN_MODEL))
-
-
 def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
     """Raise ConfigError where the tokenizer is not the one that the data was made with."""
     if folder.resolve() == data.resolve():
@@ -104,7 +100,7 @@ def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
     theirs, num_ours = load_tokenizer(folder), read_vocab_size(data)
     if theirs.vocab_size != num_ours:
         what = f"has {theirs.vocab_size:,} tokens, but training.dataset_path = {str(data)!r} was made with {num_ours:,}"
-    elif _holds_tokenizer(data) and tokenizes_differently(load_tokenizer(data), theirs):
+    elif has_tokenizer(data) and tokenizes_differently(load_tokenizer(data), theirs):
         what = f"has as many tokens as that of training.dataset_path = {str(data)!r}, but tokenizes text differently"
     else:
         return

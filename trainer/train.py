@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 from converters.errors import NumericalFault, Preempted, TitanError
-from converters.tokenizers.config_tokens import tokenizer_notes
+from converters.tokenizers.notes import tokenizer_notes
+from converters.tokenizers.reader import vocabulary_file
+from converters.tokenizers.tokenizer import document_ends
 from trainer.agree import on_first
 from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
@@ -98,6 +100,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(NO_TOKENIZER)
     for text in tokenizer_notes(info.assets):
         note(text)
+    if vocabulary_file(info.assets):
+        note(document_ends(info.assets).described)
     if job.documents.mask != "none":
         note(f"attention stays within documents; mask: {job.documents.mask}, packing: {job.documents.packing}")
     if is_float8(config.model):

@@ -61,12 +61,12 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     from converters.names import HF_CONFIG
 
     info = contents.info
+    dtype = next(iter(count_dtypes(contents.unquantized)))
+    write_hf_config(folder, info, dtype=dtype, quantization=contents.quantization)
     written = write_assets(folder, info.assets, info.generation)
     written += write_tokenizer_for_hf(
         folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
     )
-    dtype = next(iter(count_dtypes(contents.unquantized)))
-    write_hf_config(folder, info, dtype=dtype, quantization=contents.quantization)
     return [HF_CONFIG, *written]
 
 

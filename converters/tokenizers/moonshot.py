@@ -11,8 +11,6 @@ from pathlib import Path
 from converters.errors import CheckpointError, UnsupportedError
 from converters.json_file import read_json
 from converters.names import MOONSHOT_RANKS, TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.tokenizers.config_tokens import declared_tokens, token_text
-from converters.tokenizers.tiktoken_model import read_ranks
 
 _CLASS = re.compile(r"(.*--)?tokenization_(kimi|moonshot)\.TikTokenTokenizer")
 # Letters that begin a word, and those that follow. Han characters are in words of their own: && is the intersection of
@@ -49,7 +47,12 @@ def special_tokens(assets: Mapping[str, Path], num_ranks: int) -> dict[str, int]
             f" tokenization_moonshot): {TOKENIZER_CONFIG} names {cls!r} in auto_map",
             hint=f"titan runs no code of a model; a {TOKENIZER_JSON} of the same ids in the folder is read instead",
         )
-    declared, ids = declared_tokens(config), range(num_ranks, num_ranks + _NUM_SPECIAL)
+    try:
+        declared = {int(id): str(token["content"]) for id, token in (config.get("added_tokens_decoder") or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{TOKENIZER_CONFIG}: no readable added_tokens_decoder"
+        raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None
+    ids = range(num_ranks, num_ranks + _NUM_SPECIAL)
     if odd := [f"{text!r} {id}" for id, text in declared.items() if id not in ids]:
         raise CheckpointError(
             f"{assets[TOKENIZER_CONFIG]}: added_tokens_decoder has ids beside the {_NUM_SPECIAL} after the"
@@ -57,14 +60,6 @@ def special_tokens(assets: Mapping[str, Path], num_ranks: int) -> dict[str, int]
             hint="is one of the two files of another model?",
         )
     return {declared.get(id, f"<|reserved_token_{id}|>"): id for id in ids}
-
-
-def named_ids(assets: Mapping[str, Path], keys: tuple[str, ...]) -> dict[str, int]:
-    """bos_token_id, …, of the tokens that tokenizer_config.json names. Raises as `special_tokens`."""
-    id_of = special_tokens(assets, len(read_ranks(assets[MOONSHOT_RANKS])))
-    config = read_json(assets[TOKENIZER_CONFIG])
-    texts = {key: token_text(config.get(key.removesuffix("_id"))) for key in keys}
-    return {key: id_of[text] for key, text in texts.items() if text in id_of}
 
 
 def parts_of(text: str) -> Iterator[str]:

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import UnsupportedError, list_offenders
-from converters.json_file import read_json
-from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.names import TOKENIZER_JSON
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 BPE_TYPE = 2  # trainer_spec.model_type
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of a piece
+_NORMAL, _UNKNOWN, CONTROL, USER_DEFINED, _BYTE = 1, 2, 3, 4, 6  # types of a piece
 _SPACE = "\u2581"
 
 
@@ -20,11 +19,14 @@ class SentencePiece:
     pieces: tuple[tuple[str, float, int], ...]
     model_type: int
     control: dict[str, str]  # bos, eos, pad, unk → text, where the model has it
+    ids: dict[str, int]  # of the same, -1 for none
     plain: bool  # text is not normalized, except for a space in front; spaces become ▁
+    byte_fallback: bool
+    charsmap: bytes
 
     def token_ids(self) -> dict[str, int]:
         """bos_token_id, eos_token_id and pad_token_id, if the model has them."""
-        id_of = {text: id for id, (text, _, kind) in enumerate(self.pieces) if kind == _CONTROL}
+        id_of = {text: id for id, (text, _, kind) in enumerate(self.pieces) if kind == CONTROL}
         named = {f"{name}_token_id": id_of.get(self.control[name]) for name in ("bos", "eos", "pad")}
         return {key: id for key, id in named.items() if id is not None}
 
@@ -53,7 +55,10 @@ def read_sentencepiece(path: Path) -> SentencePiece | None:
         tuple((piece.piece, piece.score, piece.type) for piece in model.pieces),
         trainer.model_type,
         {name: getattr(trainer, f"{name}_piece") for name in ("bos", "eos", "pad", "unk")},
+        {name: getattr(trainer, f"{name}_id") for name in ("bos", "eos", "pad", "unk")},
         plain,
+        trainer.byte_fallback,
+        normalizer.precompiled_charsmap,
     )
 
 
@@ -74,17 +79,12 @@ def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    special = [text for text, _, kind in model.pieces if kind in (_UNKNOWN, _CONTROL)]
+    special = [text for text, _, kind in model.pieces if kind in (_UNKNOWN, CONTROL)]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
-    # the checkpoint's own tokenizer_config.json determines what transformers adds to a text
-    config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
-    begin = [bos] if config.get("add_bos_token") is not False else []
-    end = [eos] if config.get("add_eos_token") else []
-    if begin or end:
-        first, second = [*begin, "$A", *end], [f"{part}:1" for part in (*begin, "$B", *end)]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=first, pair=[*first, *second], special_tokens=[(token, vocab[token]) for token in (*begin, *end)]
-        )
+    ends = [(bos, vocab[bos])]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=ends
+    )
     tokenizer.save(str(folder / TOKENIZER_JSON))
     tokens = {"bos_token": bos, "eos_token": eos, "unk_token": unk}
     return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
@@ -100,7 +100,7 @@ def require_exact(model: SentencePiece) -> None:
         problems.append("it is not of type BPE")
     if not model.plain:
         problems.append("it normalizes text, or treats spaces differently from Llama 2's")
-    if kinds - {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
+    if kinds - {_NORMAL, _UNKNOWN, CONTROL, _BYTE}:
         problems.append("it has user-defined or unused pieces")
     if sum(kind == _BYTE for _, _, kind in model.pieces) != 256:
         problems.append("it does not encode unknown characters as bytes")
@@ -108,7 +108,7 @@ def require_exact(model: SentencePiece) -> None:
         problems.append("pieces share a score, so that their order is undefined")
     if lost := {letter for text in known for letter in text} - known:
         problems.append(f"{len(lost)} characters occur only inside of pieces")
-    if not {model.control["bos"], model.control["eos"]} <= {text for text, _, kind in model.pieces if kind == _CONTROL}:
+    if not {model.control["bos"], model.control["eos"]} <= {text for text, _, kind in model.pieces if kind == CONTROL}:
         problems.append("it has no begin or no end of text")
     if problems:
         raise UnsupportedError(

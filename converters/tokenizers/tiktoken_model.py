@@ -6,11 +6,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from converters.errors import CheckpointError, UnsupportedError
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # How Llama 3 splits text before merging (llama-models, models/llama3/tokenizer.py)
 LLAMA3_PATTERN = (
@@ -161,21 +164,30 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
     return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
 
 
-def _without_tokens(special: Sequence[str], pattern: str, *, first_id: int) -> dict[str, Any]:
-    """tokenizer.json's content without vocabulary and merges, from the `tokenizers` library."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+def byte_level_bpe(
+    ranks: Mapping[bytes, int], pattern: str, special: Sequence[str], *, with_merges: bool = True
+) -> "Tokenizer":
+    """The tokenizer of the `tokenizers` library that gives tiktoken's ids; the special tokens follow the ranks."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
+    vocab = {_letters(token): rank for token, rank in ranks.items()}
+    merges = [(_letters(left), _letters(right)) for left, right in _merges(ranks)] if with_merges else []
     # ignore_merges: tiktoken does not merge a piece that is a token
-    tokenizer = Tokenizer(BPE({}, [], fuse_unk=False, ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer = Tokenizer(BPE(vocab, merges, fuse_unk=False, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return tokenizer
+
+
+def _without_tokens(special: Sequence[str], pattern: str, *, first_id: int) -> dict[str, Any]:
+    """tokenizer.json's content without vocabulary and merges, from the `tokenizers` library."""
+    from tokenizers import processors
+
+    tokenizer = byte_level_bpe({}, pattern, special)
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),
@@ -214,9 +226,12 @@ def _byte_letters() -> dict[int, str]:
 BYTE_LETTERS = _byte_letters()
 
 
+def _letters(token: bytes) -> str:
+    return token.decode("latin-1").translate(BYTE_LETTERS)
+
+
 def _quoted(token: bytes) -> str:
-    letters = "".join(BYTE_LETTERS[byte] for byte in token)
-    return '"' + letters.replace("\\", "\\\\").replace('"', '\\"') + '"'  # no letter is a control character
+    return '"' + _letters(token).replace("\\", "\\\\").replace('"', '\\"') + '"'  # no letter is a control character
 
 
 def _is_base64(text: bytes) -> bool:

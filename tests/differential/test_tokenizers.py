@@ -8,7 +8,7 @@ import pytest
 from tests.differential.compare import CRASHED, REFUSED, SAME, UNJUDGED, WRONG, Outcome, assert_same_or_refused
 from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.sampling import chosen
-from tests.differential.tokenizer_kinds import BEGIN, END, KINDS, TURN, ids_of, prompt_ids
+from tests.differential.tokenizer_kinds import BEGIN, END, KINDS, TURN, ids_of
 
 TEXTS = [
     "Hello world",
@@ -48,8 +48,8 @@ def test_tokenizer(kind, rows, titan, tmp_path, count):
     KINDS[kind](src)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"id": n, "prompt": text}) + "\n" for n, text in enumerate(TEXTS)))
-    expected, ids = prompt_ids(kind, src, TEXTS), ids_of(kind, src, TEXTS)
-    outcomes = [_infer(titan, src, prompts, expected)]
+    ids = ids_of(kind, src, TEXTS)
+    outcomes = [_infer(titan, src, prompts, ids)]
     code, said, errors = titan("convert", "hf-to-dcp", src, tmp_path / "dcp", "--json")
     if code:
         outcomes.append(Outcome(REFUSED if _names_tokenizer(code, errors, src) else CRASHED, errors))
@@ -57,7 +57,7 @@ def test_tokenizer(kind, rows, titan, tmp_path, count):
         useless = kind == "none" or (rows == "too few rows" and outcomes[0].kind == REFUSED)
         if useless and not _remarks_on_tokenizer(said, tmp_path):
             outcomes.append(Outcome(SILENT, f"infer: {outcomes[0].words}"))
-        outcomes.append(_infer(titan, tmp_path / "dcp", prompts, expected))
+        outcomes.append(_infer(titan, tmp_path / "dcp", prompts, ids))
         outcomes.append(_back(titan, tmp_path, ids))
     outcome = min(outcomes, key=lambda outcome: _WORST_FIRST.index(outcome.kind))
     count("tokenizers", outcome.kind)

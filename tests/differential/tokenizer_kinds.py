@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import tiktoken
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
@@ -190,18 +190,10 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def prompt_ids(kind: str, folder: Path, texts: Sequence[str]) -> list[list[int]] | None:
-    """`ids_of` as `titan infer` documents them: nothing goes on behind an end, so a prompt has none."""
-    if (ids := ids_of(kind, folder, texts)) is None or kind not in ("WordPiece", "SentencePiece BPE, with an end"):
-        return ids
-    return [tokens[:-1] for tokens in ids]
-
-
 def ids_of(kind: str, folder: Path, texts: Sequence[str]) -> list[list[int]] | None:
     """The ids of `texts` as AutoTokenizer reads them; None where it opens no tokenizer.
 
-    A tokenizer.model without a tokenizer.json is read as by Meta's code and by transformers 4: transformers 5 takes a
-    generic class for one, which knows no begin-of-text, and reads leading spaces in another way than SentencePiece.
+    A tiktoken file that comes alone is Meta's, of which transformers knows no special tokens.
     """
     try:
         if kind == "tiktoken alone":
@@ -210,11 +202,6 @@ def ids_of(kind: str, folder: Path, texts: Sequence[str]) -> list[list[int]] | N
             special = {BEGIN: len(ranks), END: len(ranks) + 1}
             model = tiktoken.Encoding("meta", pat_str=_LLAMA3, mergeable_ranks=ranks, special_tokens=special)
             return [[special[BEGIN], *model.encode(text, allowed_special="all")] for text in texts]
-        if kind.startswith("SentencePiece"):
-            pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-            begin = [] if kind.endswith("no begin") else [pieces.bos_id()]
-            end = [pieces.eos_id()] if kind.endswith("with an end") else []
-            return [[*begin, *pieces.encode(text), *end] for text in texts]
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return [tokenizer(text).input_ids for text in texts]
     except Exception:  # of whatever type, where there is nothing that it opens

@@ -69,10 +69,10 @@ def prepare(
     from dataclasses import asdict
 
     from converters.assets import find_assets
-    from converters.tokenizers.config_tokens import tokenizer_notes
+    from converters.tokenizers.notes import tokenizer_notes
+    from converters.tokenizers.tokenizer import document_ends, tokenizer_note
     from titan_tools.console import count, note, print_json
     from trainer.data.prepare import prepare as make
-    from trainer.data.tokenizer import tokenizer_note
 
     report = make(
         sources or [],
@@ -89,6 +89,8 @@ def prepare(
         note(text)
     for line in tokenizer_notes(find_assets(out)):
         note(line)
+    if tokenizer:
+        note(document_ends(find_assets(out)).described)
     if as_json:
         print_json(asdict(report))
         return

@@ -38,9 +38,9 @@ class Generator:
         self._engine = Engine(model, rows=1, room=context, compile=work.request.compile)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, after begin-of-text if the tokenizer adds it; special tokens are read as text."""
+        """The tokens of a text, framed as transformers' tokenizer does; special tokens are read as text."""
         vocabulary = self._work.vocabulary
-        return vocabulary.after_prefix(vocabulary.tokenizer.encode(text))
+        return vocabulary.framed(vocabulary.tokenizer.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones included."""

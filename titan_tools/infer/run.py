@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import typer
 
+from converters.tokenizers.tokenizer import tokenizer_note
 from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
 from titan_tools.infer.decoding.engine import Engine
@@ -36,7 +37,6 @@ from titan_tools.infer.tasks.results_settings import recorded_moment
 from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
 from trainer.agree import on_each
-from trainer.data.tokenizer import tokenizer_note
 from trainer.machine import machine_identity
 
 
@@ -125,7 +125,7 @@ def _inputs_of(work: Work) -> dict[str, tuple[str, str]]:
     request, vocabulary, origin = work.request, work.vocabulary, work.origin
     assert origin is not None  # as with several ranks
     model_from = request.model_from or origin.checkpoint
-    token_ids = repr((vocabulary.prefix, sorted(vocabulary.stop_ids), vocabulary.stop_strings))
+    token_ids = repr((vocabulary.prefix, vocabulary.suffix, sorted(vocabulary.stop_ids), vocabulary.stop_strings))
     inputs = {
         "checkpoint": (origin.weights, origin.checkpoint),
         "model": (repr(work.args), model_from),

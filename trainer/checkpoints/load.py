@@ -34,6 +34,7 @@ from converters.names import (
     section_of,
 )
 from converters.open import open_checkpoint
+from converters.tokenizers.tokenizer import load_tokenizer, tokenizes_differently
 from converters.trained_by import foreign_remark
 from converters.training.optimizer_state import is_number
 from converters.weights import naming_of, open_native
@@ -45,7 +46,6 @@ from trainer.checkpoints.recorded import SETTINGS
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_form, refuse_other_model
 from trainer.config.sections import Checkpoint
-from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
 from trainer.machine import available_bytes, machine_identity
 from trainer.mesh import local_part
 from trainer.observability.log import note

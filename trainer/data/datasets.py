@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 
 from converters.errors import ConfigError, DataError, UnsupportedError
+from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.index import open_index, read_vocab_size
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
 from trainer.data.samples import TokenSource, Weighted, document_offsets, refuse_no_held_out
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
 from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, find_stream, stream_c4
 from trainer.data.text_index import Preparation, identity_of, index_text, refuse_no_tokenizer
-from trainer.data.tokenizer import load_tokenizer
 
 _ENDINGS = {"c4_test": JSON_LINES, "jsonl": JSON_LINES, "text": TEXT, "parquet": PARQUET}
 assert _ENDINGS.keys() == set(TEXT_KINDS)

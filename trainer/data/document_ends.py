@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from converters.errors import DataError
+from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.sample import DocumentRules
 from trainer.data.text_index import refuse_no_tokenizer
-from trainer.data.tokenizer import load_tokenizer
 
 
 def with_end_token(rules: DocumentRules, tokenizer: Path) -> DocumentRules:
@@ -14,9 +14,9 @@ def with_end_token(rules: DocumentRules, tokenizer: Path) -> DocumentRules:
     if rules.mask != "eos":
         return rules
     refuse_no_tokenizer("training.document_mask = eos", tokenizer)
-    if not (ends := load_tokenizer(tokenizer).eos_ids):
+    if (end := load_tokenizer(tokenizer).ends.end) is None:
         raise DataError(
             f"{tokenizer}: the tokenizer names no end token, so training.document_mask = eos finds no document's end",
             tries=["--training.document_mask offsets"],
         )
-    return replace(rules, end_id=ends[0])
+    return replace(rules, end_id=end)

@@ -13,9 +13,9 @@ from converters.assets import find_assets, write_assets
 from converters.commit import staged
 from converters.errors import DataError, list_offenders
 from converters.json_file import write_json
+from converters.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.index import INDEX_JSON
 from trainer.data.sources import Document, Skipped, each_once, find_files, read_documents, standard_library
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 from trainer.data.write_index import NOTHING_HELD_OUT, Split, encode_documents, mark_of, summarize
 
@@ -125,7 +125,7 @@ def _settle_tokenizer(
 def carry_tokenizer(folder: Path, existing: Path) -> Tokenizer:
     """Open a tokenizer and copy its files into an index."""
     used = load_tokenizer(existing)
-    if used.bos_id is None and not used.eos_ids:
+    if used.ends.begin is None and used.ends.end is None:
         raise DataError(f"{existing}: the tokenizer names no begin or end token, so documents could not be separated")
     write_assets(folder, find_assets(existing), {})
     return used

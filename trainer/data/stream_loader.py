@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from converters.errors import DataError
+from converters.tokenizers.tokenizer import Tokenizer
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import RESTART_DATA, STATE_VERSION, STREAMS, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules, window_sample
-from trainer.data.tokenizer import Tokenizer
 from trainer.data.virtual_stream import FilesOfText, Position, VirtualStream
 
 _OPENED_AT_ONCE = 16

@@ -15,12 +15,15 @@ from converters.commit import staged
 from converters.errors import DataError
 from converters.file_lock import lock_file
 from converters.json_file import write_json
-from converters.names import RUN_LOCK, TEMPORARY_PREFIX, TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.names import RUN_LOCK, TEMPORARY_PREFIX
+from converters.tokenizers.reader import implied_class
+from converters.tokenizers.tokenizer import has_tokenizer, tokenizer_note
 from trainer.data.index import INDEX_JSON, MAX_DIGESTED_BYTES, TRAIN, VERSION, TokenIndex, digest_of, open_index
 from trainer.data.prepare import carry_tokenizer
 from trainer.data.sources import Document
-from trainer.data.tokenizer import tokenizer_note
 from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summarize
+
+_READER = 2  # of tokenizers: indexes that an older one made may hold other ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,8 @@ def _settle(
 ) -> Path:
     refuse_no_tokenizer(name, preparation.tokenizer)
     assets = sorted((asset, digest_of(path)) for asset, path in find_assets(preparation.tokenizer).items())
-    two = tokenizer_note(preparation.tokenizer)  # older versions read the tokenizer.model then
-    found = [VERSION, identity, assets, most_tokens, *([TOKENIZER_JSON] if two else [])]
+    # a config.json that is not copied may imply the class
+    found = [VERSION, identity, assets, most_tokens, _READER, implied_class(find_assets(preparation.tokenizer))]
     key = xxhash.xxh3_128_hexdigest(json.dumps(found).encode())
     place = preparation.folder / key
     try:
@@ -106,7 +109,7 @@ def _settle(
             if not _is_whole(place):
                 for left_over in preparation.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a run that was killed
                     shutil.rmtree(left_over, ignore_errors=True)
-                if two:
+                if two := tokenizer_note(preparation.tokenizer):
                     preparation.say(two)
                 preparation.say(f"making tokens of {name}; they stay in {place}")
                 _write(place, name, documents(), preparation.tokenizer, most_tokens)
@@ -131,7 +134,7 @@ def _write(place: Path, name: str, documents: Iterable[Document], tokenizer: Pat
 
 
 def refuse_no_tokenizer(name: str, folder: Path) -> None:
-    if find_assets(folder).keys().isdisjoint((TOKENIZER_JSON, TIKTOKEN_MODEL)):
+    if not has_tokenizer(folder):
         raise DataError(
             f"{name} is text, and model.hf_assets_path = {str(folder)!r} holds no tokenizer to read it with",
             hint="an HF folder of the model holds one; `titan data prepare` trains one if it is not given any",

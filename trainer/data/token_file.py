@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from converters.errors import DataError
+from converters.tokenizers.tokenizer import Tokenizer
 from trainer.data.index import offsets_file, tokens_file
-from trainer.data.tokenizer import Tokenizer
 
 _IDS_AT_ONCE = 1 << 20
 _HEADER_BYTES = 128  # of a one-dimensional .npy file of any length

@@ -11,6 +11,7 @@ import xxhash
 
 from converters.assets import find_assets
 from converters.names import TEXT_INDEXES
+from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note
 from trainer.agree import on_each, on_first
 from trainer.chosen_model import tokenizer_folder
 from trainer.config.sections import Model, Training
@@ -25,7 +26,6 @@ from trainer.data.samples import TokenSource, Weighted
 from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
-from trainer.data.tokenizer import load_tokenizer, tokenizer_note
 from trainer.job import Job
 from trainer.mesh import Meshes
 from trainer.observability.log import note

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from converters.errors import DataError
-from trainer.data.tokenizer import Tokenizer
+from converters.tokenizers.tokenizer import Tokenizer
 
 
 class FilesOfText(Protocol):

@@ -9,10 +9,10 @@ import numpy as np
 import xxhash
 
 from converters.errors import DataError
+from converters.tokenizers.tokenizer import Tokenizer
 from trainer.data.index import HELD_OUT, SPLITS, TRAIN, VERSION, describe_files, fingerprint_of
 from trainer.data.sources import Document
 from trainer.data.token_file import TokenFile
-from trainer.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,17 +153,14 @@ def test_token_ids_of_other_tokenizers(tmp_path):
     assets = {name: tmp_path / name for name in ("tokenizer.json", "tokenizer_config.json")}
     assets["tokenizer_config.json"].write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
 
-    def ids_of(content) -> dict:
-        assets["tokenizer.json"].write_text(json.dumps(content))
+    def ids_of(model) -> dict:
+        Tokenizer(model).save(str(assets["tokenizer.json"]))
         return read_token_ids(assets, vocab_size=10)
 
-    alone = {"model": {"vocab": {"<s>": 4}}, "added_tokens": None}
-    library = Tokenizer(models.WordLevel(vocab={"<s>": 4}))
-    library.add_special_tokens(["</s>"])  # as transformers and torchtitan do with one that only the config names
-    assert ids_of(alone) == {"bos_token_id": 4, "eos_token_id": library.token_to_id("</s>")}
-    unigram = {"model": {"vocab": [["<s>", 0.0]]}, "added_tokens": [{"content": "</s>", "id": 2}]}
-    assert ids_of(unigram) == {"bos_token_id": 0, "eos_token_id": 2}
-    assert ids_of({}) == {}
-    for content in ({"model": None}, {"model": {}, "added_tokens": ["<s>"]}, {"model": {}, "added_tokens": [{}]}):
-        with pytest.raises(CheckpointError, match="is not a tokenizer.json"):
-            ids_of(content)
+    assert ids_of(models.WordLevel(vocab={"<s>": 4})) == {"bos_token_id": 4, "eos_token_id": 1}  # as the library says
+    assert ids_of(models.Unigram([("<s>", 0.0), ("</s>", 0.0)])) == {"bos_token_id": 0, "eos_token_id": 1}
+    assert ids_of(models.WordLevel(vocab={"<s>": 9, "</s>": 10})) == {"bos_token_id": 9}
+    for content in ({}, {"model": None}, {"model": {}, "added_tokens": ["<s>"]}, {"model": {}, "added_tokens": [{}]}):
+        assets["tokenizer.json"].write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match="not a tokenizer"):
+            read_token_ids(assets, vocab_size=10)

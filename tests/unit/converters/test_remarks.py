@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from converters.assets import find_assets, find_documents
 from converters.convert import convert
-from converters.tokenizers import config_tokens
+from converters.tokenizers import reader
 from tests.checkpoint_forms import FORMS, write_byte_ranks
 from tests.tiny_llama import write_llama, write_tokenizer
 
@@ -134,9 +134,9 @@ def test_tiktoken_s_ranks_count(tmp_path):
     (tmp_path / "hf" / "tokenizer.json").unlink()
     write_byte_ranks(tmp_path / "hf" / "tokenizer.model")
     remarks = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp").remarks
-    assert any("tokenizer.model has 256 token ids (the largest is 255), the embedding 255 rows" in r for r in remarks)
+    assert any("tokenizer.model has 258 token ids (the largest is 257), the embedding 255 rows" in r for r in remarks)
     report = convert(tmp_path / "dcp", tmp_path / "back", to="hf")  # for which no tokenizer.json can be made
-    assert any("tokenizer.model has 256 token ids" in remark for remark in report.remarks)
+    assert any("tokenizer.model has 258 token ids" in remark for remark in report.remarks)
     assert "tokenizer.model" in report.other_files and "tokenizer.json" not in report.other_files
 
 
@@ -153,11 +153,11 @@ def test_the_tokenizer_is_parsed_once(hf, tmp_path, monkeypatch):
     """It may be 30 MB of JSON; the token ids come from it too, where there is no generation config."""
     (hf / "generation_config.json").unlink()
     edit(hf / "config.json", bos_token_id=None, eos_token_id=None)
-    read, parsed = config_tokens.read_tokenizer_json, []
-    monkeypatch.setattr(config_tokens, "read_tokenizer_json", lambda path: parsed.append(path) or read(path))
+    read, parsed = reader.read_tokenizer_json, []
+    monkeypatch.setattr(reader, "read_tokenizer_json", lambda path: parsed.append(path) or read(path))
     convert(hf, tmp_path / "dcp", to="dcp")
     assert parsed == [hf / "tokenizer.json"]
     write_tokenizer(hf)  # changed: read again
-    edit(hf / "tokenizer.json", version="1.1")
+    edit(hf / "tokenizer.json", truncation=None, padding=None)
     convert(hf, tmp_path / "other", to="dcp")
     assert len(parsed) == 2

@@ -71,5 +71,5 @@ def test_missing_tokens_of_a_tokenizer_are_reported(titan, tmp_path):
     (tmp_path / "a.txt").write_text("the other one\n" * 300)
     done = titan("data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert "their ids are 263, 264, as in torchtitan" in done.stderr
+    assert "<|begin_of_text|> 263, <|end_of_text|> 264" in done.stderr
     assert "no token for 162 of the 256 bytes" in done.stderr

@@ -7,6 +7,7 @@ from time import perf_counter
 
 from converters.errors import ConfigError
 from converters.names import HF_GENERATION_CONFIG
+from converters.tokenizers.tokenizer import Tokenizer
 from titan_tools.console import count, note, print_json, stream
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, GenerationSettings, Timings, generate
@@ -17,7 +18,6 @@ from titan_tools.infer.tasks.results import InOrder
 from titan_tools.infer.text.channels import answer_in_template
 from titan_tools.infer.text.chat_tokens import encode_chat, is_only_special
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, why_empty
-from trainer.data.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128
 # A text with more than twice the context in tokens is rejected, or truncated, without tokenizing all of it
@@ -49,9 +49,10 @@ def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
     ids, is_all = _encode_up_to(
         tokenizer, text, num_tokens=_FAR_TOO_LONG * context, special=request.special_tokens, from_end=truncates
     )
-    ids = work.vocabulary.after_prefix(ids) or [*work.vocabulary.begin]  # with --special-tokens it may have a prefix
+    ids = work.vocabulary.framed(ids) if text else [*work.vocabulary.begin]
     if not ids:
-        raise ConfigError("there is nothing to begin with: this tokenizer has no begin-of-text token")
+        nothing = "there is nothing to begin with: this tokenizer has no begin-of-text token"
+        raise ConfigError("this tokenizer has no token for any character of the prompt" if text else nothing)
     num_lost = max(0, len(ids) - _room_when_truncated(work)) if truncates else 0
     if num_lost:
         ids = [*ids[:num_kept], *ids[num_kept + num_lost :]]
@@ -181,8 +182,8 @@ def _has_only_special_tokens(tokenizer: Tokenizer, text: str) -> bool:
     """Whether a text, if its special tokens were read as tokens, would consist of them only."""
     if tokenizer.special_names is not None:
         return is_only_special(text, tokenizer.special_names)
-    ids = tokenizer.encode(text.strip()[:_SHORT_CHARS], special=True)
-    return all(tokenizer.encode(piece) != [id] for piece, id in ((tokenizer.decode([id]), id) for id in ids))
+    ids, plain = (tokenizer.encode(text.strip()[:_SHORT_CHARS], special=flag) for flag in (True, False))
+    return ids != plain and tokenizer.special_ids.issuperset(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,8 @@ class PromptTask:
         prompt, tokenizer = self.prompt, self.work.vocabulary.tokenizer
         if prompt.lost:
             note(f"the prompt lost {prompt.lost} of its beginning (--truncate left), {len(prompt.tokens):,} remain")
+        if (suffix := self.work.vocabulary.suffix) and self.work.template is None:
+            note(f"the prompt ends with {tokenizer.decode(suffix)}, which this tokenizer adds, as in transformers")
         is_text = not (self.work.request.special_tokens or self.work.template)
         if is_text and len(prompt.text) <= _SHORT_CHARS:
             plain, special = (tokenizer.encode(prompt.text, special=flag) for flag in (False, True))

@@ -72,7 +72,7 @@ def tokenize_text(work: Work, *, id: str | int, prompt: str, completion: str | N
     tokenizer, prefix = work.vocabulary.tokenizer, work.vocabulary.prefix
 
     def encode(text: str) -> list[int]:
-        return work.vocabulary.after_prefix(tokenizer.encode(text, special=work.request.special_tokens))
+        return [*prefix, *tokenizer.encode(text, special=work.request.special_tokens)]
 
     tokens = encode(prompt + (completion or ""))
     if completion is None:

@@ -13,7 +13,7 @@ from converters.assets import CHAT_TEMPLATES, find_assets
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.tokenizers.config_tokens import read_table
+from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 from converters.tokenizers.tiktoken_model import (
     BEGIN,
     END,
@@ -26,8 +26,7 @@ from titan_tools.infer.text.template_sandbox import TemplateRejection, render_te
 
 Message = Mapping[str, str]  # role, content
 
-_JINJA, _PROCESSOR, _SPECIAL_MAP = "chat_template.jinja", "chat_template.json", "special_tokens_map.json"
-_NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_JINJA, _PROCESSOR = "chat_template.jinja", "chat_template.json"
 _SPECIAL = re.compile(r"<\|\w+\|>")
 _NOW = "strftime_now"  # as templates call it
 
@@ -95,26 +94,44 @@ class ChatTemplate:
 def read_template(folder: Path) -> ChatTemplate:
     """The template of a checkpoint's folder; for a release of Meta, which has none, that of Llama 3 or 4.
 
-    Raises CheckpointError where there is none, UnsupportedError where Llama's do not fit the tokenizer.
+    The files of templates, if there is any, hide what tokenizer_config.json has. Raises CheckpointError where there is
+    none, UnsupportedError where Llama's do not fit the tokenizer.
     """
     assets = find_assets(folder)
-    config = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
-    if _JINJA in assets:
-        return ChatTemplate(_read_text(assets[_JINJA]), _special_tokens(assets, config), str(assets[_JINJA]))
-    for place in (TOKENIZER_CONFIG, _PROCESSOR):
-        content = read_json(assets[place]) if place in assets else {}
+    names, settings = _declared(assets)
+    files = {name: assets[name] for name in assets if name == _JINJA or name.startswith(f"{CHAT_TEMPLATES}/")}
+    if files:
+        by_name = {"default" if name == _JINJA else Path(name).stem: path for name, path in sorted(files.items())}
+        if (path := by_name.get("default")) is not None:
+            return ChatTemplate(_read_text(path), names, str(path))
+        raise _no_template(folder, f"there is {', '.join(sorted(files))}, but no default template")
+    processor = read_json(assets[_PROCESSOR]) if _PROCESSOR in assets else {}
+    for place, content in ((TOKENIZER_CONFIG, settings), (_PROCESSOR, processor)):
         if content.get("chat_template") is not None:
-            source = _default_of(content["chat_template"], assets[place])
-            return ChatTemplate(source, _special_tokens(assets, config), str(assets[place]))
+            where = str(assets.get(place, folder))
+            return ChatTemplate(_default_of(content["chat_template"], where), names, where)
     if TIKTOKEN_MODEL in assets and TOKENIZER_CONFIG not in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
         headers = _headers_of_meta(assets)
         return ChatTemplate(headers, {"bos_token": BEGIN, "eos_token": END}, "titan's own for Meta's releases")
-    others = sorted(name for name in assets if name.startswith(CHAT_TEMPLATES))
-    raise CheckpointError(
+    raise _no_template(folder, "base models have none")
+
+
+def _no_template(folder: Path, hint: str) -> CheckpointError:
+    return CheckpointError(
         f"{folder} has no chat template: neither a {_JINJA} nor a chat_template in a {TOKENIZER_CONFIG}",
-        hint=f"there is {', '.join(others)}, but no default template" if others else "base models have none",
+        hint=hint,
         tries=["--prompt TEXT without --chat", "--model-from FOLDER, with the template and the same tokenizer"],
     )
+
+
+def _declared(assets: Mapping[str, Path]) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    """The special tokens that a template may use, and the settings of the tokenizer."""
+    if vocabulary_file(assets) is None:
+        return {}, read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
+    if is_metas(assets):
+        return {}, {}
+    tokenizer = read_folder_tokenizer(assets)
+    return tokenizer.named, tokenizer.settings
 
 
 def has_template(folder: Path) -> bool:
@@ -132,7 +149,7 @@ def _headers_of_meta(assets: Mapping[str, Path]) -> str:
     if TOKENIZER_JSON not in assets:  # the special tokens follow from the number of ranks
         require_of_llama(model, num_ranks := len(read_ranks(model)))
         return _LLAMA4_HEADERS if is_llama4(num_ranks) else _LLAMA3_HEADERS
-    names, _ = read_table(assets[TOKENIZER_JSON])
+    names = read_folder_tokenizer(assets).tokenizer.get_vocab()
     for headers in (_LLAMA4_HEADERS, _LLAMA3_HEADERS):
         if {BEGIN, *_SPECIAL.findall(headers)} <= names.keys():
             return headers
@@ -142,15 +159,17 @@ def _headers_of_meta(assets: Mapping[str, Path]) -> str:
     )
 
 
-def _default_of(found: Any, path: Path) -> str:
-    """A single template, or the one named "default" of a list."""
+def _default_of(found: Any, where: str) -> str:
+    """A single template, or the one named "default" of several."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):
-        by_name = {item.get("name"): item.get("template") for item in found}
-        found = by_name.get("default")
-        if found is None:
-            raise CheckpointError(f'{path}: none of its chat templates {sorted(map(str, by_name))} is named "default"')
+        found = {item.get("name"): item.get("template") for item in found}
+    if isinstance(found, dict):
+        if found.get("default") is None:
+            named = sorted(map(str, found))
+            raise CheckpointError(f'{where}: none of its chat templates {named} is named "default"')
+        found = found["default"]
     if not isinstance(found, str):
-        raise CheckpointError(f"{path}: chat_template must be a string or a list of named templates, not {found!r:.80}")
+        raise CheckpointError(f"{where}: chat_template must be a string or named templates, not {found!r:.80}")
     return found
 
 
@@ -161,13 +180,3 @@ def _read_text(path: Path) -> str:
         raise CheckpointError(f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _special_tokens(assets: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
-    """The variables bos_token etc. of a template, from the files in which transformers looks for them."""
-    named = dict(config)
-    if _SPECIAL_MAP in assets and "added_tokens_decoder" not in config:
-        named |= read_json(assets[_SPECIAL_MAP])
-    texts = {name: named.get(name) for name in _NAMED_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in texts.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -10,9 +10,9 @@ from functools import lru_cache
 from itertools import count
 
 from converters.errors import ConfigError, TitanError
+from converters.tokenizers.tokenizer import Tokenizer
 from titan_tools.infer.text.channels import TURN_ENDS, uses_channels
 from titan_tools.infer.text.chat_template import ChatTemplate, Message
-from trainer.data.tokenizer import Tokenizer
 
 
 def special_tokens_in(text: str, names: frozenset[str]) -> list[str]:

@@ -11,7 +11,7 @@ from converters.errors import CheckpointError, DataError
 from converters.json_file import read_json
 from converters.model_info import ModelInfo
 from converters.names import HF_CONFIG, HF_GENERATION_CONFIG
-from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from converters.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,14 @@ class Vocabulary:
         """The tokens that transformers' tokenizer adds before a text."""
         return self.tokenizer.prefix_ids
 
-    def after_prefix(self, tokens: list[int]) -> list[int]:
-        """The tokens of a text with the prefix before them, unless the text itself begins with it."""
-        return tokens if tuple(tokens[: len(self.prefix)]) == self.prefix else [*self.prefix, *tokens]
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """The tokens that transformers' tokenizer adds behind a text."""
+        return self.tokenizer.suffix_ids
+
+    def framed(self, tokens: list[int]) -> list[int]:
+        """The tokens of a prompt of these tokens, as transformers' tokenizer frames them."""
+        return [*self.prefix, *tokens, *self.suffix]
 
     def decode(self, tokens: list[int]) -> str:
         """Text of generated tokens, special ones included.
@@ -57,7 +62,7 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
 
     Raises CheckpointError where the tokenizer is missing or has more tokens than the embedding has rows.
     """
-    tokenizer, num_rows = load_tokenizer(folder, as_transformers=True), info.args.vocab_size
+    tokenizer, num_rows = load_tokenizer(folder), info.args.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise CheckpointError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model's embedding {num_rows} rows",
@@ -69,7 +74,9 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
     named_ids = {**info.token_ids, **{key: value for key, value in config.items() if value is not None}}
     ids = read_token_ids(assets, vocab_size=num_rows, config=named_ids)
     bos, stop_ids = (_ids(ids, key, folder) for key in ("bos_token_id", "eos_token_id"))
-    if wrong := sorted(i for i in {*tokenizer.prefix_ids, *bos, *stop_ids} if not 0 <= i < num_rows):
+    if wrong := sorted(
+        i for i in {*tokenizer.prefix_ids, *tokenizer.suffix_ids, *bos, *stop_ids} if not 0 <= i < num_rows
+    ):
         raise CheckpointError(
             f"special token ids {wrong} in {folder} exceed the {num_rows} rows of the model's embedding",
             hint="the tokenizer or the generation config belongs to another model",

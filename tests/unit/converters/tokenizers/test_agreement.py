@@ -15,7 +15,7 @@ from converters.assets import find_assets, tokenizer_remark
 from converters.tokenizers.agreement import compare_tokenizers, disagreement
 from converters.tokenizers.sentencepiece_model import read_sentencepiece, write_tokenizer_of_sentencepiece
 from converters.tokenizers.tiktoken_model import special_tokens_after, write_hf_tokenizer
-from trainer.data.tokenizer import load_tokenizer, tokenizer_note
+from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 
 TEXT = "import os, 1234567 words;  don't\n\n\tself.it's = naïve"
@@ -94,9 +94,8 @@ CHANGES = {
 def test_where_they_disagree_tokenizer_json_is_read_as_in_transformers(agreeing, tmp_path, change):
     folder = changed(agreeing, tmp_path / "x", change)
     theirs = AutoTokenizer.from_pretrained(folder)
-    for as_transformers in (True, False):
-        ours = load_tokenizer(folder, as_transformers=as_transformers)
-        assert ours.encode(LONG) == theirs(LONG, add_special_tokens=False).input_ids
+    ours = load_tokenizer(folder)
+    assert ours.encode(LONG) == theirs(LONG, add_special_tokens=False).input_ids
     assert ours.encode(LONG) != load_tokenizer(agreeing).encode(LONG)
     assert CHANGES[change] in tokenizer_note(folder) and "tokenizer.json is read" in tokenizer_note(folder)
     remark = tokenizer_remark(find_assets(folder), to="meta", vocab_size=640)

@@ -17,7 +17,7 @@ from converters.errors import UnsupportedError
 from converters.tokenizers import tiktoken_model
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import LLAMA4_PATTERN, special_tokens_after
-from trainer.data.tokenizer import load_tokenizer
+from converters.tokenizers.tokenizer import load_tokenizer
 
 # Of config.json and generation_config.json of the published models, and the comments of Meta's list
 IDS = {

@@ -12,8 +12,8 @@ from converters.assets import find_assets, read_token_ids, tokenizer_remark, wri
 from converters.errors import UnsupportedError
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA4_PATTERN
+from converters.tokenizers.tokenizer import load_tokenizer
 from titan_tools.infer.text.chat_template import has_template, read_template
-from trainer.data.tokenizer import load_tokenizer
 
 BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 BYTES = [b"%c" % value for value in range(256)]

@@ -14,9 +14,9 @@ from converters.convert import OutputOptions, convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.tokenizers import moonshot
 from converters.tokenizers.tiktoken_from_json import write_ranks
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_deepseek import write_deepseek
 from tests.unit.trainer.data.test_tokenizer import LETTERS, texts
-from trainer.data.tokenizer import load_tokenizer
 from trainer.data.train_tokenizer import train_ranks
 
 NAMED = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 17: "<|im_middle|>"}
@@ -87,7 +87,7 @@ def test_ids_are_those_of_transformers_converter(forms, text):
 
 def test_special_tokens_are_text_unless_asked_for(ranks, folder):
     tokenizer, n = load_tokenizer(folder), len(ranks)
-    assert tokenizer.vocab_size == n + 256 and (tokenizer.bos_id, tokenizer.eos_ids) == (n, (n + 1,))
+    assert tokenizer.vocab_size == n + 256 and (tokenizer.ends.begin, tokenizer.ends.end) == (n, n + 1)
     assert tokenizer.prefix_ids == ()
     text = "<|im_user|>user<|im_middle|>世界<|reserved_token_" + f"{n + 18}|><|im_end|>"
     ids = tokenizer.encode(text, special=True)

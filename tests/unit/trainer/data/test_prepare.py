@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from converters.errors import DataError, TitanError, UnsupportedError
+from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data import prepare as prepare_module
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
 from trainer.data.samples import SourceSamples
 from trainer.data.sources import find_files, read_documents, standard_library
-from trainer.data.tokenizer import load_tokenizer
 from trainer.data.write_index import unigram_nats
 
 SHAKESPEARE = Path(__file__).resolve().parents[5] / "shared" / "data" / "tinyshakespeare.txt"
@@ -48,7 +48,7 @@ def texts_of(folder: Path, split: str) -> list[str]:
     tokens, offsets = np.load(folder / f"{split}_tokens.npy"), np.load(folder / f"{split}_offsets.npy")
     documents = [tokens[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)]
     for ids in documents:
-        assert ids[0] == tokenizer.bos_id and ids[-1] == tokenizer.eos_ids[0]
+        assert ids[0] == tokenizer.ends.begin and ids[-1] == tokenizer.ends.end
     return [tokenizer.decode(ids[1:-1]) for ids in documents]
 
 
@@ -141,7 +141,7 @@ def test_large_vocabularies_take_four_bytes(many, tmp_path):
     folder = tmp_path / "wide"
     folder.mkdir()
     described = json.loads((many / "tokenizer.json").read_text())
-    described["added_tokens"].append(described["added_tokens"][0] | {"id": 70_000, "content": "<|far|>"})
+    described["model"]["vocab"]["far"] = 70_000
     (folder / "tokenizer.json").write_text(json.dumps(described))
     for name in ("tokenizer.model", "generation_config.json"):
         (folder / name).write_bytes((many / name).read_bytes())

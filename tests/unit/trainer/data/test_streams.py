@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from converters.errors import DataError
+from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.prepare import prepare
 from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import stream_c4
-from trainer.data.tokenizer import load_tokenizer
 
 SEQ_LEN = 8
 NUM_STREAMS = 8
@@ -167,7 +167,7 @@ def test_every_document_comes_once_an_epoch_and_epochs_differ(request, tokenizer
     _, states = read(text, tokenizer, 1, 1, num_streams=1, batch=1)
     batches, states = read(text, tokenizer, 1, 800, num_streams=1, batch=1)
     tokens = [token for batch in batches for token in batch[0]]
-    bos, texts = tokenizer.bos_id, []
+    bos, texts = tokenizer.ends.begin, []
     for token in tokens:
         texts.append([]) if token == bos else texts[-1].append(token)
     documents = [tokenizer.decode(ids[:-1]) for ids in texts[:-1]]
@@ -184,7 +184,7 @@ def test_streams_share_no_document(request, tokenizer, kind):
     found = []
     for stream in range(4):
         tokens = [token for batch in batches for token in batch[stream]]
-        texts = tokenizer.decode(tokens).split(tokenizer.decode([tokenizer.bos_id]))[1:-1]  # the last one is cut
+        texts = tokenizer.decode(tokens).split(tokenizer.decode([tokenizer.ends.begin]))[1:-1]  # the last one is cut
         found += texts
     assert len(found) > 20 and len(set(found)) == len(found)
 

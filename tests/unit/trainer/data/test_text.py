@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from converters.errors import DataError
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.torchtitan_release import write_first_run
 from tests.unit.trainer.data.test_streams import write_c4
 from trainer.data import streamed_text, text_index
@@ -19,7 +20,6 @@ from trainer.data.index import open_index
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 from trainer.data.text_index import Preparation
-from trainer.data.tokenizer import load_tokenizer
 
 TEXTS = [f"Document {n} says that {n} is followed by {n + 1}." for n in range(200)]
 
@@ -54,7 +54,7 @@ def write(kind, folder):
 
 def documents_of(source, tokenizer):
     text = tokenizer.decode(source.tokens("train").tolist())
-    begin, end = (tokenizer.decode([id]) for id in (tokenizer.bos_id, tokenizer.eos_ids[0]))
+    begin, end = (tokenizer.decode([id]) for id in (tokenizer.ends.begin, tokenizer.ends.end))
     return [piece.removeprefix(begin) for piece in text.split(end)[:-1]]
 
 

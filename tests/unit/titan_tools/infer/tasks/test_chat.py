@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from converters.tokenizers.tokenizer import load_tokenizer
 from converters.weights import open_native
 from tests.tiny_llama import EOS, write_llama
 from titan_tools.infer.decoding import generate
@@ -17,7 +18,6 @@ from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.loading import prepare_work
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import generation_settings
-from trainer.data.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|end_of_text|>{% endfor %}"

@@ -2,10 +2,10 @@
 
 import pytest
 
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 from titan_tools.infer.tasks.chat import ChatHistory
 from titan_tools.infer.text.chat_template import read_template
-from trainer.data.tokenizer import load_tokenizer
 
 
 @pytest.fixture

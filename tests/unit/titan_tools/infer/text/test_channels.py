@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.chat_templates import HARMONY, said, write_tokenizer
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.request import Request
@@ -13,7 +14,6 @@ from titan_tools.infer.tasks.one_prompt import make_conversation
 from titan_tools.infer.text.channels import Answer, read_answer, uses_channels
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.chat_tokens import turn_end_ids
-from trainer.data.tokenizer import load_tokenizer
 
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"

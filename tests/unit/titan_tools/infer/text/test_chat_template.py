@@ -13,11 +13,11 @@ from converters.errors import CheckpointError, ConfigError
 from converters.tokenizers import tiktoken_model
 from converters.tokenizers.tiktoken_from_json import write_ranks
 from converters.tokenizers.tiktoken_model import RELEASED_VOCAB, special_tokens_after, write_hf_tokenizer
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.chat_templates import CHATML, MISTRAL, TEMPLATES, said, write_tokenizer
 from titan_tools.infer.text import template_sandbox
 from titan_tools.infer.text.chat_template import ChatTemplate, has_template, read_template
 from titan_tools.infer.text.chat_tokens import encode_chat, turn_end_ids
-from trainer.data.tokenizer import load_tokenizer
 
 CONVERSATIONS = {
     "short": [("user", "Hello")],
@@ -171,6 +171,7 @@ def test_no_template_is_reported(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         read_template(folder)
     assert "rag.jinja" in caught.value.hint
+    (folder / "additional_chat_templates" / "rag.jinja").unlink()
     for wrong in ([{"name": "rag", "template": "x"}], 7):
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
         with pytest.raises(CheckpointError, match="tokenizer_config.json: "):

@@ -11,10 +11,10 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from converters.errors import ConfigError, TitanError
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.chat_templates import CHATML, SPECIAL, TEMPLATES, said, write_tokenizer
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.chat_tokens import encode_chat, turn_end_ids
-from trainer.data.tokenizer import load_tokenizer
 
 
 @pytest.mark.parametrize("kind", ["bytes", "first", "legacy"])

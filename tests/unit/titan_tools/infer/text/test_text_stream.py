@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from converters.tokenizers.tokenizer import load_tokenizer
 from titan_tools.infer.text.text_stream import TextStream
 from titan_tools.infer.text.vocabulary import Vocabulary
-from trainer.data.tokenizer import load_tokenizer
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 
 WORDS = "the aab aaab \ufffd stop stops  STOP\n\n    return x\tnaïve 東京 👍🏽 e\u0301 user: assistant: , . 'll"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from converters.convert import convert
-from converters.errors import CheckpointError, DataError
+from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
 from converters.model_info import read_model_info
 from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
@@ -170,7 +170,7 @@ def test_a_missing_tokenizer_is_reported(hf):
         read(hf)
     assert str(hf) in caught.value.message and "--model-from" in caught.value.tries[0]
     (hf / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="not a tokenizer"):
+    with pytest.raises(CheckpointError, match="not a tokenizer"):
         read(hf)
 
 

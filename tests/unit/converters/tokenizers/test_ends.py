@@ -1,4 +1,4 @@
-"""What a prompt begins with equals transformers' AutoTokenizer; documents of a training run begin and end as before."""
+"""What frames a prompt equals transformers' AutoTokenizer; what documents begin and end with is one rule."""
 
 import base64
 import json
@@ -11,10 +11,9 @@ from transformers import AutoTokenizer
 
 from converters.errors import DataError
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
+from converters.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_llama import BOS, EOS, write_tokenizer
 from tests.tiny_sentencepiece import write_sentencepiece
-from trainer.data.tokenizer import load_tokenizer
-from trainer.data.tokenizer_ends import prefix_of_post_processor
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 NAMED = {"bos_token": BEGIN, "eos_token": END}
@@ -63,18 +62,21 @@ def test_a_prompt_begins_as_in_transformers(tmp_path, kind, model_type):
     ours = load_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("", "a b"):
-        with_ends = [*ours.prefix_ids, *ours.encode(text)]
-        assert theirs(text).input_ids in (with_ends, [*with_ends, EOS])  # nobody goes on behind an EOS
+        assert theirs(text).input_ids == [*ours.prefix_ids, *ours.encode(text), *ours.suffix_ids]
     assert ours.prefix_ids == ((BOS,) if in_prompt else ())
     assert ours.encode("a", bos=True, eos=True) == [*([BOS] if in_document else []), *ours.encode("a"), EOS]
 
 
-def test_several_tokens_may_stand_before_a_text():
+def test_several_tokens_may_stand_around_a_text(tmp_path):
     both = processors.TemplateProcessing(single="[g] <s> $A </s>", special_tokens=[("[g]", 5), ("<s>", 7), ("</s>", 9)])
     bert = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 4))
-    assert [*map(prefix_of_post_processor, (both, bert, processors.ByteLevel(), None))] == [(5, 7), (4,), (), ()]
-    with pytest.raises(DataError, match="post_processor cannot be read"):
-        prefix_of_post_processor({"type": "Nothing"})
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for post_processor, around in ((both, ((5, 7), (9,))), (bert, ((4,), (3,))), (processors.ByteLevel(), ((), ()))):
+        tokenizer.post_processor = post_processor
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        ours = load_tokenizer(tmp_path)
+        assert (ours.prefix_ids, ours.suffix_ids) == around
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,7 @@ def test_a_lone_sentencepiece_file_begins_as_in_transformers(llama2, tmp_path, c
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500}))
     ours = load_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)("def").input_ids
-    assert theirs[: -1 if theirs[-1] == 2 else None] == [*ours.prefix_ids, *ours.encode("def")]
+    assert theirs == [*ours.prefix_ids, *ours.encode("def"), *ours.suffix_ids]
     assert ours.prefix_ids == ((1,) if has_bos else ())
 
 
@@ -132,36 +134,53 @@ def test_a_tiktoken_file_next_to_a_tokenizer_json_begins_as_that(tmp_path, post_
     assert AutoTokenizer.from_pretrained(tmp_path)("").input_ids == [*expected]
 
 
-def test_documents_end_as_they_always_did(tmp_path):
-    """A generation config that names any id hides the tokenizer's names: runs that are resumed were made so."""
+@pytest.mark.parametrize("names", [True, False])
+def test_a_generation_config_names_the_ends_where_the_tokenizer_does_not(tmp_path, names):
     write_tokenizer(tmp_path)
+    if not names:
+        (tmp_path / "tokenizer_config.json").unlink()
     for said, ends in [
-        (None, (BOS, (EOS,))),
-        ({}, (BOS, (EOS,))),
-        ({"eos_token_id": [7, 8]}, (None, (7, 8))),
-        ({"pad_token_id": 3}, (None, ())),
-        ({"bos_token_id": 5, "eos_token_id": 6}, (5, (6,))),
+        (None, (None, None)),
+        ({}, (None, None)),
+        ({"eos_token_id": [7, 8]}, (None, 7)),
+        ({"pad_token_id": 3}, (None, None)),
+        ({"bos_token_id": 5, "eos_token_id": 6}, (5, 6)),
     ]:
         if said is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(said))
         ours = load_tokenizer(tmp_path)
-        assert (ours.bos_id, ours.eos_ids) == ends and ours.prefix_ids == (BOS,)
+        assert (ours.ends.begin, ours.ends.end) == ((BOS, EOS) if names else ends) and ours.prefix_ids == (BOS,)
+    assert ours.ends.described == (
+        f"documents begin with {BEGIN} ({BOS}), the tokenizer's bos_token, and end with {END} ({EOS}), the tokenizer's "
+        "eos_token"
+        if names
+        else "documents begin with 5, the bos_token_id of generation_config.json, and end with 6, the eos_token_id of "
+        "generation_config.json"
+    )
 
 
-def test_a_tokenizer_that_cuts_and_pads_does_so_in_training_alone(tmp_path):
-    """As in torchtitan, which takes a tokenizer.json as it was saved; transformers reads the whole text."""
+@pytest.mark.parametrize("id", [5000, -1, "7", True, [5000, 7]])
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path, id):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": id}))
+    with pytest.raises(DataError, match="eos_token_id .* is no id of the tokenizer's"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_cuts_and_pads_reads_whole_texts(tmp_path):
+    """Training scripts leave both in the file."""
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=5, pad_id=0, pad_token="!")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     whole = AutoTokenizer.from_pretrained(tmp_path)("some text").input_ids
-    assert [BOS, *load_tokenizer(tmp_path, as_transformers=True).encode("some text")] == whole and len(whole) == 10
-    assert len(load_tokenizer(tmp_path).encode("some text")) == 5
+    assert [BOS, *load_tokenizer(tmp_path).encode("some text")] == whole and len(whole) == 10
 
 
-def test_words_that_are_added_to_a_tiktoken_file_are_text_in_training_alone(tmp_path):
-    """DeepSeek's <think> in a Llama 3, converted to Meta's format; special tokens are text in both."""
+def test_words_that_are_added_are_tokens_and_special_ones_are_text(tmp_path):
+    """DeepSeek's <think> in a Llama 3, converted to Meta's format."""
     model = tmp_path / "tokenizer.model"
     lines = b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256))
     model.write_bytes(lines)
@@ -171,30 +190,25 @@ def test_words_that_are_added_to_a_tiktoken_file_are_text_in_training_alone(tmp_
     tokenizer.add_tokens(["<think>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(tmp_path)("a<think>b").input_ids
-    as_json = load_tokenizer(tmp_path, as_transformers=True)
-    assert theirs == [BOS, *as_json.encode("a<think>b")] and EOS + 1 in theirs
     model.write_bytes(lines)
-    trained, said = load_tokenizer(tmp_path), load_tokenizer(tmp_path, as_transformers=True)
-    assert said.encode("a<think>b") == [ord("a"), EOS + 1, ord("b")] == trained.encode("a<think>b", special=True)
-    assert EOS + 1 not in trained.encode("a<think>b") and EOS not in said.encode(END)
-    assert said.special_names == as_json.special_names == trained.special_names - {"<think>"} == {BEGIN, END}
+    ours = load_tokenizer(tmp_path)
+    assert theirs == [BOS, *ours.encode("a<think>b")] == [BOS, ord("a"), EOS + 1, ord("b")]
+    assert EOS not in ours.encode(END) and ours.special_names == {BEGIN, END}
 
 
-@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize("legacy", [True, False])
 def test_text_behind_a_special_token_of_sentencepiece(llama2, tmp_path, legacy):
-    """With a space before it, unless legacy: false says otherwise; transformers 5 wants it said either way."""
+    """With a space before it if legacy is true."""
     shutil.copy(llama2, tmp_path)
     config = {
         "bos_token": "<s>",
         "eos_token": "</s>",
         "tokenizer_class": "LlamaTokenizer",
-        "legacy": legacy is not False,
+        "legacy": legacy,
     }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = AutoTokenizer.from_pretrained(tmp_path)("def</s>def <s>\n", add_special_tokens=False).input_ids
-    if legacy is None:
-        (tmp_path / "tokenizer_config.json").write_text("{}")
     assert load_tokenizer(tmp_path).encode("def</s>def <s>\n", special=True) == theirs
 
 
