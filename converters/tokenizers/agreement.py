@@ -25,11 +25,10 @@ _PREPENDS = {"type": "Sequence", "normalizers": [
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Why the two give different ids, if they do; and what a reader of tiktoken ranks needs of the JSON."""
+    """Why the two give different ids, if they do; and the added tokens of the JSON."""
 
     problems: tuple[str, ...]
     added_tokens: Sequence[Any] = ()
-    post_processor: Any = None
 
 
 def compare_tokenizers(described: Path, model: Path) -> Comparison:
@@ -71,7 +70,7 @@ def _compare(described: Path, model: Path, *stamps: tuple[int, ...]) -> Comparis
             problems = _against_pieces(content, pieces)
         else:
             problems = ["tokenizer.model is neither tiktoken nor SentencePiece"]
-        return Comparison(tuple(problems), content["added_tokens"], content.get("post_processor"))
+        return Comparison(tuple(problems), content["added_tokens"])
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{described} is not a tokenizer.json: {type(error).__name__}: {error}") from None
 
