@@ -106,12 +106,12 @@ def join_store(timeout: timedelta, environment: Mapping[str, str] = os.environ) 
     own = launched(environment)
     if own is None:
         raise _wrong_variables(["RANK is not set", "WORLD_SIZE is not set"])
-    address, port = _place(environment)
+    address, port = _place(environment, own.world_size)
     hosts = own.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if hosts:
+    if hosts and port:
         with _listening(port):
             _reach(address, port, own, deadline, hosts=True)
-    else:
+    elif not hosts:
         _reach(address, port, own, deadline, hosts=False)
     store = _open_store(address, port, own, deadline, hosts=hosts, environment=environment)
     _meet(store, own, deadline, attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -119,12 +119,13 @@ def join_store(timeout: timedelta, environment: Mapping[str, str] = os.environ) 
     return store, own
 
 
-def _place(environment: Mapping[str, str]) -> tuple[str, int]:
+def _place(environment: Mapping[str, str], world_size: int) -> tuple[str, int]:
+    """Address and port of the store. A single rank may leave the choice of the port to the system: 0."""
     address, port = environment.get("MASTER_ADDR", "").strip(), environment.get("MASTER_PORT", "").strip()
     problems = [] if address else ["MASTER_ADDR is not set: the host of rank 0"]
     if not port:
         problems.append("MASTER_PORT is not set: a free port on the host of rank 0")
-    elif not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    elif not port.isdecimal() or not (world_size > 1) <= int(port) < 1 << 16:
         problems.append(f"MASTER_PORT = {port!r} is not a port: a number from 1 to 65535")
     if problems:
         raise _wrong_variables(problems)

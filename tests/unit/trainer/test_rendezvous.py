@@ -59,6 +59,11 @@ def test_ranks_that_are_all_there_meet_at_one_store(port):
     assert second.get("key") == third.get("key") == b"value" and (own.rank, own.world_size) == (1, 3)
 
 
+def test_a_single_rank_may_leave_the_port_to_the_system():
+    [(store, own)] = join(environment(0, world_size=1), secs=30)
+    assert store.port > 0 and (own.rank, own.world_size) == (0, 1)
+
+
 def test_outside_of_a_launch_there_are_no_ranks():
     assert launched({"MASTER_ADDR": "somewhere", "LOCAL_RANK": "x"}) is None
 
@@ -94,6 +99,7 @@ def test_variables_that_are_wrong_are_named(variables, wrong):
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT = '70000' is not a port"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT = '0' is not a port"),  # each rank would get another one
         ({"MASTER_PORT": "80x"}, "MASTER_PORT = '80x' is not a port"),
     ],
 )
