@@ -77,12 +77,12 @@ run_commands() { # the installed titan, away from its source
     check "config init" titan config init debug debug.toml
     check "train on 8 ranks" titan train debug.toml --training.steps 10
     check "train on 1 rank" titan train debug.toml --training.steps 10 "${one_rank[@]}"
-    check "train compiled" titan train debug.toml --training.steps 10 --training.compile "${one_rank[@]}" --job.dump_folder compiled
+    check "train compiled" titan train debug.toml --training.steps 10 --compile.enable "${one_rank[@]}" --job.dump_folder compiled
     check "convert" titan convert dcp-to-hf outputs/debug/checkpoint/step-10 hf
     check "infer --tp 2" titan infer hf --tp 2 --prompt "def __init__(self" --max-new-tokens 10
     check "infer --compile" titan infer hf --compile --prompt "def __init__(self" --max-new-tokens 10
     check "estimate-memory" titan estimate-memory llama3_8b --world-size 8
-    check "estimate-memory, compiled" titan estimate-memory llama3_8b --world-size 8 --training.compile
+    check "estimate-memory, compiled" titan estimate-memory llama3_8b --world-size 8 --compile.enable
     cd "$root"
 }
 
