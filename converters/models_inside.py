@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.containers.registry import CONTAINERS
@@ -19,11 +20,25 @@ ROOT = "."  # the name of a model whose tensors are not in a dict of their own, 
 # Of states that have their parameters' names: moments, an optimizer's own copies of the weights
 IN_OPTIMIZER = re.compile(r"(^|\.)opt(im|imizer|_state)?s?(?![a-z])")
 _NUMBER = re.compile(r"\b(layers|block|experts)\.\d+(?=\.)")
+# Names of models that no optimizer trains: averages, and copies of what another model was
+_UNTRAINED = re.compile(
+    r"(?<![a-z])(average|averaged|avg|ema|frozen|initial|old|ref|reference|shadow|swa|target|teacher)(?![a-z])", re.I
+)
+_GENERIC = frozenset(("model", "module", "state_dict", "model_state_dict"))  # keys that name no model of several
 _FEWEST_NAMES = 8  # that two dicts must have in common, if no family has these names
 
 
 class SeveralModels(UnsupportedError):
     """A checkpoint holds several models, and nothing says which one is meant."""
+
+    def __init__(self, place: Path, models: Mapping[str, str], *, option: str = "--select "):
+        """`models`: place → its description; `option`: what a model's place is added to, to select it."""
+        super().__init__(
+            f"{place} holds {len(models)} models:{list_offenders([f'{m or ROOT}: {d}' for m, d in models.items()])}",
+            hint="only you know which one is meant",
+            tries=[f"{option}{model or ROOT}" for model in models],
+        )
+        self.place, self.models = place, models
 
 
 def choose_model(catalog: Catalog, select: str | None, *, otherwise: str | None = None) -> Catalog:
@@ -35,14 +50,10 @@ def choose_model(catalog: Catalog, select: str | None, *, otherwise: str | None 
     """
     places = _find_places(catalog)
     if len(places) > 1:
+        places = [_own_dict(catalog, place, _inside(catalog, place, places)) for place in places]
         select = select or otherwise
     if select is None and len(places) > 1:
-        shown = [_describe(catalog, place, _inside(catalog, place, places)) for place in places]
-        raise SeveralModels(
-            f"{catalog.place} holds {len(places)} models:{list_offenders(shown)}",
-            hint="only you know which one is meant; `titan train` takes it as checkpoint.initial_load_select",
-            tries=[f"--select {place or ROOT}" for place in places],
-        )
+        raise SeveralModels(catalog.place, {m: _describe(catalog, _inside(catalog, m, places)) for m in places})
     if select is None or (select == ROOT and not places):
         return catalog
     asked = "" if select == ROOT else select
@@ -53,8 +64,10 @@ def choose_model(catalog: Catalog, select: str | None, *, otherwise: str | None 
         what = "is no model" if not named else "is the beginning of several models"
         known = ", ".join(place or ROOT for place in (named or places)) or "none"
         raise ConfigError(
-            f"--select {select}: {what} of {catalog.place}",
-            hint=f"its models: {known}" if len(places) != 1 else f"it holds one model, {known}: leave --select out",
+            f"{select} {what} of {catalog.place}",
+            hint=f"its models: {known}"
+            if len(places) != 1
+            else f"it holds one model, {known}, so none need be selected",
         )
     if len(places) == 1:
         return catalog
@@ -71,15 +84,50 @@ def is_of(name: str, place: str, others: Iterable[str]) -> bool:
     return is_inside(name, place) and not any(is_inside(name, o) for o in others if o != place and is_inside(o, place))
 
 
+def find_owners(optimizer: str, models: Sequence[str]) -> list[str]:
+    """Which of several models the optimizer at a place may be of: all that nothing excludes.
+
+    It is that of the models whose name is in its keys (`optimizers.actor`, `optimizer_actor`), else of those in the
+    innermost dict around it that has any; and of those, of the ones that are trained by their names, if there are any.
+    """
+    keys = optimizer.split(".")
+    names = {re.sub(r"^_", "", IN_OPTIMIZER.sub("", key)) for key in keys}
+    own = {m: {key for key in m.split(".") if key and not key.isdecimal()} - _GENERIC for m in models}
+    owners = [model for model in models if own[model] & names]
+    if not owners or len(owners) == len(models):
+        place = dict_around(optimizer, models)
+        owners = [place] if place in models else [model for model in models if is_inside(model, place)]
+    trained = [model for model in owners if not _UNTRAINED.search(model)]
+    return trained or owners
+
+
+def dict_around(optimizer: str, models: Iterable[str]) -> str:
+    """The innermost dict around an optimizer that is a model or holds one; "" is the root."""
+    place = optimizer
+    while place := place.rpartition(".")[0]:
+        if any(model == place or is_inside(model, place) for model in models):
+            break
+    return place
+
+
 def _inside(catalog: Catalog, place: str, places: Iterable[str]) -> list[str]:
     return [n for n in catalog.tensors if section_of(n) == "model" and is_of(n, place, places)]
 
 
-def _describe(catalog: Catalog, place: str, names: Sequence[str]) -> str:
+def _own_dict(catalog: Catalog, place: str, names: Iterable[str]) -> str:
+    """`place`, or its key `model` where that holds all its tensors: torchtitan once began names with `model.`."""
+    depth = len(place.split(".")) if place else 0
+    paths = [tuple(map(str, catalog.path_of(name))) for name in names]
+    is_below = all(len(path) > depth + 1 and path[depth] == "model" for path in paths)
+    is_at = all(".".join(path[:depth]) == place for path in paths)
+    return f"{place}.model".lstrip(".") if is_below and is_at else place
+
+
+def _describe(catalog: Catalog, names: Sequence[str]) -> str:
     entries = [catalog.tensors[name] for name in names]
     dtypes = ", ".join(dtype for dtype, _ in Counter(entry.dtype for entry in entries).most_common())
     number, size = sum(prod(entry.shape) for entry in entries), sum(entry.num_bytes for entry in entries)
-    return f"{place or ROOT}: {len(names):,} tensors, {number:,} parameters, {format_bytes(size)} of {dtypes}"
+    return f"{len(names):,} tensors, {number:,} parameters, {format_bytes(size)} of {dtypes}"
 
 
 def _find_places(catalog: Catalog) -> list[str]:

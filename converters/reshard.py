@@ -29,7 +29,7 @@ from converters.manifest import list_files
 from converters.mesh_check import check_mesh
 from converters.mesh_shape import MeshShape
 from converters.model_info import ModelInfo, write_model_info
-from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS, UNTRANSLATED
+from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_kept_float32
@@ -185,6 +185,9 @@ def reshard(
         if spelling.names.are_native
         else f"names: {spelling.naming} in the source; now as `titan train` writes them",
         describe_quantized(spelling.quantized),
+        f"optimizer: {', '.join(training.optimizers)}, taken as that of {catalog.place_of_selected}"
+        if catalog.selected is not None and OPTIMIZER in sections.values() and OPTIMIZER not in drop
+        else "",
         loader_state,
         describe_rng_state(names, mesh),
         _describe_unknown(contents.unknown),

@@ -1,14 +1,13 @@
 """The sections of a training checkpoint: find its optimizer, describe its loader and RNG states."""
 
-import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.mesh_shape import MeshShape
-from converters.models_inside import IN_OPTIMIZER, is_inside
+from converters.models_inside import IN_OPTIMIZER, ROOT, dict_around, find_owners, is_inside
 from converters.names import DATALOADER, OPTIMIZER, RNG
 
 MODEL = "model"  # the section of the weights, which are at the root
@@ -20,6 +19,7 @@ class TrainingCheckpoint:
 
     catalog: Catalog
     stored: dict[str, str]  # only where they differ
+    optimizers: tuple[str, ...]  # the places of the optimizers that became one
 
     def own_name(self, name: str) -> str:
         return self.stored.get(name, name)
@@ -29,14 +29,15 @@ def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> Trai
     """Rename `app.optim.state…` to `optimizer.state…`, and move the other entries of `app` up as well.
 
     Optimizers of a list or dict that have parts of the parameters each become one. Raises UnsupportedError where two
-    have the same names, unless `drop` has the section.
+    have the same names, or of several models another than the selected one may have the optimizer, unless `drop` has
+    its section.
     """
     names = [*catalog.tensors, *catalog.blobs]
     places = sorted({place for name in names if (place := _optimizer_place(name))})
-    if catalog.selected:
-        places = _nearest(places, catalog.selected)
+    if catalog.selected is not None and OPTIMIZER not in drop:
+        places = _of_selected(catalog, places, catalog.selected, drop=drop)
     if not places or places == [OPTIMIZER]:
-        return TrainingCheckpoint(catalog, {})
+        return TrainingCheckpoint(catalog, {}, tuple(places))
     new = {name: _moved(name, places) for name in names}
     if len(places) > 1 and OPTIMIZER in drop:  # in any form
         new |= {n: f"{OPTIMIZER}.{n}" for n in names if any(is_inside(n, place) for place in places)}
@@ -57,7 +58,7 @@ def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> Trai
         selected=catalog.selected and _moved(catalog.selected, places),
         other_models=tuple(_moved(place, places) for place in catalog.other_models),
     )
-    return TrainingCheckpoint(moved, {moved: name for name, moved in new.items() if moved != name})
+    return TrainingCheckpoint(moved, {moved: name for name, moved in new.items() if moved != name}, tuple(places))
 
 
 def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
@@ -80,13 +81,30 @@ def _optimizer_place(name: str) -> str:
     return ""
 
 
-def _nearest(places: list[str], selected: str) -> list[str]:
-    """The optimizers in the dict of the selected model, or in the innermost dict around it that holds any."""
+def _of_selected(catalog: Catalog, places: Sequence[str], selected: str, *, drop: Collection[str]) -> list[str]:
+    """The optimizers of the selected model. Raises UnsupportedError where another could be taken for one of them.
 
-    def depth(place: str) -> int:
-        return len(os.path.commonprefix([place.split("."), selected.split(".")]))
-
-    return [place for place in places if depth(place) == max(map(depth, places))]
+    One in another model's own dict stays there; elsewhere, a later reader of the output would give it to the model that
+    is at the root then.
+    """
+    models = (selected, *catalog.other_models)
+    owners = {place: find_owners(place, models) for place in places}
+    taken = [place for place, found in owners.items() if found == [selected]]
+    unclear: dict[str, str] = {}
+    for place in owners.keys() - taken:
+        around, section = dict_around(place, models), place.partition(".")[0]
+        is_apart = around not in ("", selected) and not is_inside(selected, around)
+        if not is_apart and section not in drop:
+            unclear[place] = f"{place}: of {' or '.join(model or ROOT for model in owners[place])}"
+    if unclear:
+        sections = dict.fromkeys(place.partition(".")[0] if taken else OPTIMIZER for place in sorted(unclear))
+        raise UnsupportedError(
+            f"{catalog.root}: not the optimizer of {selected or ROOT}, or not of it alone:"
+            + list_offenders(sorted(unclear.values())),
+            hint="the moments of one model must not be continued with the weights of another",
+            tries=[f"--drop {','.join(sections)}"],
+        )
+    return taken
 
 
 def _moved(name: str, places: Iterable[str]) -> str:

@@ -34,11 +34,13 @@ def state(seed: int, config=CONFIG) -> dict[str, torch.Tensor]:
     return dict(LlamaForCausalLM(config).state_dict())
 
 
-def native(folder, seed: int) -> dict[str, torch.Tensor]:
-    LlamaForCausalLM(CONFIG).save_pretrained(folder / f"hf{seed}")
-    safetensors.torch.save_file(state(seed), folder / f"hf{seed}/model.safetensors", metadata={"format": "pt"})
-    convert(folder / f"hf{seed}", folder / f"native{seed}.pt", to="torch")
-    return dict(torch.load(folder / f"native{seed}.pt"))
+@pytest.fixture(scope="module")
+def native(tmp_path_factory) -> list[dict[str, torch.Tensor]]:
+    """A and B under native names."""
+    folder = tmp_path_factory.mktemp("native")
+    for name, weights in (("a", A), ("b", B)):
+        convert(put(folder / name, weights, "safetensors"), folder / f"{name}.pt", to="torch")
+    return [dict(torch.load(folder / f"{name}.pt")) for name in ("a", "b")]
 
 
 A, B = state(0), state(1)
@@ -117,7 +119,7 @@ def test_every_command_refuses_and_selects(tmp_path):
     ):
         with pytest.raises(SeveralModels, match=r"(?s)reference\.model.*policy\.model"):
             command()
-        with pytest.raises(ConfigError, match=r"--select nobody: is no model of"):
+        with pytest.raises(ConfigError, match="nobody is no model of"):
             command(select="nobody")
         command(select="policy")
     for name in ("hf", "dcp"):
@@ -134,9 +136,9 @@ def test_every_command_refuses_and_selects(tmp_path):
     assert inspect_checkpoint(folder, select="reference").selected == "reference.model"
 
 
-def test_a_model_that_is_selected_needs_no_selection_in_the_output(tmp_path):
+def test_a_model_that_is_selected_needs_no_selection_in_the_output(native, tmp_path):
     """Native models in one checkpoint are resharded together, and the output knows which one is the model."""
-    a, b = native(tmp_path, 0), native(tmp_path, 1)
+    a, b = native
     folder = put(tmp_path / "src", {"old": b, "new": a}, "dcp")
     report = reshard(folder, tmp_path / "out", select="new")
     assert report.selected == "new" and report.sections == {"old": len(b), "model": len(a)}
@@ -148,8 +150,8 @@ def test_a_model_that_is_selected_needs_no_selection_in_the_output(tmp_path):
     assert again.selected == "old" and again.other_models == ("",)
 
 
-def test_of_several_optimizers_that_of_the_selected_model_is_taken(tmp_path):
-    a, b = native(tmp_path, 0), native(tmp_path, 1)
+def test_of_several_optimizers_that_of_the_selected_model_is_taken(native, tmp_path):
+    a, b = native
 
     def with_moments(weights):
         return {"model": weights, "optim": {f"state.{n}.exp_avg": t + 1 for n, t in weights.items()}}
@@ -161,12 +163,74 @@ def test_of_several_optimizers_that_of_the_selected_model_is_taken(tmp_path):
     assert torch.equal(loaded["optimizer"]["state.tok_embeddings.weight.exp_avg"], a["tok_embeddings.weight"] + 1)
 
 
+MOMENT = "state.tok_embeddings.weight.exp_avg"
+# layout → the model that is selected, and the place of its optimizer; "" where that is refused
+OPTIMIZERS = {
+    "average, trained one": (("model", "ema"), ("optimizer",), "model", "optimizer"),
+    "average": (("model", "ema"), ("optimizer",), "ema", ""),
+    "one of two, in torchtitan's old dict": (("model", "critic"), ("optimizer",), "model", ""),
+    "average, other name": (("model", "ema"), ("optim",), "ema", ""),
+    "average in the root": (("", "ema"), ("optimizer",), ".", "optimizer"),
+    "not the root's": (("", "ema"), ("optimizer",), "ema", ""),
+    "two that are trained": (("generator", "discriminator"), ("optimizer",), "generator", ""),
+    "list": (("models.0", "models.1"), ("optimizers.0",), "models.0", ""),
+    "reference": (("policy.model", "ref.model"), ("policy.optim",), "policy", "policy.optim"),
+    "only of the other": (("policy.model", "ref.model"), ("policy.optim",), "ref", "none"),
+    "old": (("actor", "old_actor"), ("opt",), "actor", "opt"),
+    "by name": (("actor", "critic"), ("optimizer_critic",), "critic", "optimizer_critic"),
+    "another's by name": (("actor", "critic"), ("optimizer_critic",), "actor", ""),
+    "one of two by name": (("actor", "critic"), ("optimizers.actor", "optimizers.critic"), "actor", ""),
+    "deeper": (("app.student", "app.teacher"), ("app.optimizer",), "app.student", "app.optimizer"),
+}
+
+
+@pytest.mark.parametrize("layout", OPTIMIZERS)
+def test_an_optimizer_is_taken_only_where_it_is_that_of_the_selected_model(layout, native, tmp_path):
+    models, optimizers, select, place = OPTIMIZERS[layout]
+    shapes = native[0]
+    content: dict = {}
+    for number, path in enumerate(models):
+        at = content
+        for key in filter(None, path.split(".")):
+            at = at.setdefault(key, {})
+        at |= {name: torch.full_like(tensor, number) for name, tensor in shapes.items()}
+    for number, path in enumerate(optimizers):
+        at = content
+        for key in path.split("."):
+            at = at.setdefault(key, {})
+        at |= {f"state.{name}.exp_avg": torch.full_like(tensor, 10 + number) for name, tensor in shapes.items()}
+    folder = put(tmp_path / "src", content, "dcp")
+    if not place:
+        with pytest.raises(
+            UnsupportedError, match=f"(?s)not the optimizer of {select}.*{optimizers[-1]}: of "
+        ) as error:
+            reshard(folder, tmp_path / "out", select=select)
+        (line,) = error.value.tries
+        drop = line.removeprefix("--drop ").split(",")
+        reshard(folder, tmp_path / "out", select=select, drop=drop)
+        names = open_checkpoint(tmp_path / "out").tensors
+        assert (f"optimizer.{MOMENT}" in names) == (len(optimizers) > 1)
+        return
+    report = reshard(folder, tmp_path / "out", select=select)
+    names = open_checkpoint(tmp_path / "out").tensors
+    remarks = [text for text in report.remarks if text.startswith("optimizer: ")]
+    if place == "none":
+        assert f"optimizer.{MOMENT}" not in names and f"{optimizers[0]}.{MOMENT}" in names and not remarks
+        return
+    assert remarks == [f"optimizer: {place}, taken as that of {report.selected}"]
+    loaded = {"optimizer": {MOMENT: torch.zeros(32, 16)}}
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert (loaded["optimizer"][MOMENT] == 10).all()
+    again = reshard(tmp_path / "out", tmp_path / "again")
+    assert again.sections["optimizer"] == report.sections["optimizer"]
+
+
 def test_one_model_is_not_selected_by_another_name(tmp_path):
     folder = put(tmp_path / "src", {"model": A}, "torch")
     assert values(folder, select="model").keys() == values(folder).keys()
-    with pytest.raises(ConfigError, match="--select policy: is no model of") as error:
+    with pytest.raises(ConfigError, match="policy is no model of") as error:
         open_checkpoint(folder, select="policy")
-    assert error.value.hint == "it holds one model, model: leave --select out"
+    assert error.value.hint == "it holds one model, model, so none need be selected"
 
 
 def test_dicts_of_equal_names_of_no_known_family(tmp_path):
