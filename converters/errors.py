@@ -7,6 +7,8 @@ would work. The command line prints them as `error:` / `hint:` / `try:` lines an
 from collections.abc import Sequence
 from pickle import PickleError
 
+from converters.fold import fold_texts
+
 
 class TitanError(Exception):
     """Base of every error that a user can cause."""
@@ -49,7 +51,8 @@ class Preempted(TitanError):
 
 
 def list_offenders(names: Sequence[str], *, most: int = 20) -> str:
-    """Names on indented lines, the first `most` of them, and how many more there are."""
+    """Names on indented lines, folded over layers if there are more than `most`, and how many more lines there are."""
+    names = names if len(names) <= most else fold_texts(names)
     shown = "".join(f"\n  {name}" for name in names[:most])
     return shown + (f"\n  … and {len(names) - most} more" if len(names) > most else "")
 

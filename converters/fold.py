@@ -34,10 +34,14 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
         key = (tuple(parts[::2]), line.section, line.dtype, line.shape)
         groups.setdefault(key, {})[tuple(map(int, parts[1::2]))] = line
     folded: list[TensorLine] = []
-    for (texts, section, dtype, shape), members in groups.items():
+    for (texts, section, dtype, shape), all_members in groups.items():
+        repeated = _repeated(texts, list(all_members))
+        firsts = sorted({*repeated})
+        members = {tuple(numbers[at] for at in firsts): line for numbers, line in all_members.items()}
         for sets in _products(list(members)):
             held = [members[numbers] for numbers in product(*sets)]
-            numbers = ["{" + number_ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
+            shown = ["{" + number_ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
+            numbers = [shown[firsts.index(at)] for at in repeated]
             name = "".join(t + n for t, n in zip(texts, [*numbers, ""], strict=True)) if len(held) > 1 else held[0].name
             chunks, size = sum(line.num_chunks for line in held), sum(line.num_bytes for line in held)
             folded.append(TensorLine(name, section, dtype, shape, len(held), chunks, size))
@@ -47,6 +51,15 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
 def fold_texts(texts: Iterable[str]) -> list[str]:
     """Fold texts that each name a tensor and differ only in the numbers of names; in order of appearance."""
     return [line.name for line in fold_lines(TensorLine(text, "", "", (), 1, 0, 0) for text in texts)]
+
+
+def _repeated(texts: Sequence[str], members: Sequence[tuple[int, ...]]) -> list[int]:
+    """For each number, the first one that it repeats in all members, as names in one text do; else itself."""
+    found = []
+    for at in range(len(members[0])):
+        alike = (i for i in range(at) if all(m[i] == m[at] for m in members) and " " in "".join(texts[i + 1 : at + 1]))
+        found.append(next(alike, at))
+    return found
 
 
 def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:

@@ -12,7 +12,6 @@ from converters.errors import CheckpointError, list_offenders
 from converters.expressions import Source
 from converters.families.base import EMBEDDING, OUTPUT, Family, Naming, Parameter
 from converters.families.registry import get_family
-from converters.fold import fold_texts
 from converters.model_info import ModelInfo
 from converters.multimodal import EXTRA_REASON
 from converters.mxfp4_scheme import ENDS
@@ -211,8 +210,7 @@ def _ledger_error(
             hints.append(f"some of the unexpected names are those of {other.name!r}: one model, stored in two forms?")
             break
     found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    listed = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
     return CheckpointError(
-        f"{prefix(where)}the tensors do not match the model, {found}:" + list_offenders(listed),
+        f"{prefix(where)}the tensors do not match the model, {found}:" + list_offenders(sorted(problems)),
         hint="; ".join(hints),
     )

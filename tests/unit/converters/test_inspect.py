@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from converters.convert import convert
-from converters.errors import CheckpointError
-from converters.fold import TensorLine, fold_lines, tree_rows
+from converters.errors import CheckpointError, list_offenders
+from converters.fold import TensorLine, fold_lines, fold_texts, tree_rows
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint, summarize_values
 from converters.mesh_shape import MeshShape
@@ -57,6 +58,18 @@ def test_gaps_and_odd_ones_are_distinguished(tmp_path):
     torch.save(state, tmp_path / "odd.pt")
     lines = inspect_checkpoint(tmp_path / "odd.pt").lines
     assert [(line.name, line.num_tensors) for line in lines] == [("layers.{0..2,5}.w", 4), ("layers.7.w", 1)]
+
+
+def test_long_lists_of_problems_fold_over_layers():
+    scales = [
+        f"missing     layers.{n}.experts.{e}.w1_scale  [1]: layers.{n}.experts.{e}.w1 is float8"
+        for n, e in product(range(9), range(3))
+    ]
+    line = "missing     layers.{0..8}.experts.{0..2}.w1_scale  [1]: layers.{0..8}.experts.{0..2}.w1 is float8"
+    assert list_offenders(scales) == f"\n  {line}"
+    assert list_offenders(scales[:2]) == f"\n  {scales[0]}\n  {scales[1]}"
+    assert fold_texts(["a.0.b.0", "a.1.b.1"]) == ["a.0.b.0", "a.1.b.1"]
+    assert fold_texts(["a.0 and b.1", "a.1 and b.2"]) == ["a.0 and b.1", "a.1 and b.2"]
 
 
 def test_numbers_fold_in_every_place_and_stand_for_exactly_what_there_is(tmp_path):
