@@ -1,5 +1,7 @@
 """The model of a job as its checkpoints describe it: family, numbers, and the tokenizer's files. Torch-free."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from converters.assets import find_assets, read_token_ids
@@ -7,6 +9,7 @@ from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.families.base import computed_numbers, defining_numbers
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
+from converters.models_inside import SeveralModels
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.tokenizers.tokenizer import has_tokenizer, load_tokenizer, tokenizes_differently
 from converters.weights import NativeWeights
@@ -27,6 +30,15 @@ def chosen_model(job: Job) -> ModelInfo:
     assets = find_assets(tokenizer_folder(job.config.model, job.config.training))
     token_ids = read_token_ids(assets, vocab_size=job.args.vocab_size)
     return ModelInfo(job.family.name, job.args, assets, token_ids)
+
+
+@contextmanager
+def selected_by_setting() -> Iterator[None]:
+    """Name the setting of `titan train` in place of `--select` where a checkpoint holds several models."""
+    try:
+        yield
+    except SeveralModels as error:
+        raise SeveralModels(error.place, error.models, option="--checkpoint.initial_load_select ") from None
 
 
 def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:

@@ -8,7 +8,13 @@ from converters.errors import ConfigError, TitanError, list_offenders
 from converters.weights import open_native
 from trainer.checkpoints.problems import initial_path
 from trainer.checkpoints.step_folders import list_steps
-from trainer.chosen_model import chosen_model, refuse_other_form, refuse_other_model, tokenizer_folder
+from trainer.chosen_model import (
+    chosen_model,
+    refuse_other_form,
+    refuse_other_model,
+    selected_by_setting,
+    tokenizer_folder,
+)
 from trainer.data.datasets import check_dataset
 from trainer.data.document_ends import with_end_token
 from trainer.data.index import HELD_OUT, TRAIN
@@ -88,6 +94,7 @@ def _check_initial(job: Job) -> None:
     own = Path(config.job.dump_folder) / config.checkpoint.folder
     if path and not list_steps(own):
         wanted = chosen_model(job)
-        with open_native(path, select=config.checkpoint.initial_load_select, otherwise=wanted) as weights:
+        select = config.checkpoint.initial_load_select
+        with selected_by_setting(), open_native(path, select=select, otherwise=wanted) as weights:
             refuse_other_model(weights.info, wanted, path)
             refuse_other_form(weights, path, config.checkpoint)

@@ -44,7 +44,7 @@ from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.recorded import SETTINGS
 from trainer.checkpoints.run_state import RunState
-from trainer.chosen_model import refuse_other_form, refuse_other_model
+from trainer.chosen_model import refuse_other_form, refuse_other_model, selected_by_setting
 from trainer.config.sections import Checkpoint
 from trainer.machine import available_bytes, machine_identity
 from trainer.mesh import local_part
@@ -85,7 +85,8 @@ def load_state(
     manifest = _manifest_of(path, group)
     small = {name for name in manifest.files if not name.endswith(_DATA_SUFFIX)}
     _refuse_changed(path, manifest, small, group)  # before they are parsed, as the plain values below
-    catalog = open_checkpoint(path, select=select)
+    with selected_by_setting():
+        catalog = open_checkpoint(path, select=select)
     _refuse_changed(path, manifest, manifest.files.keys() - small - catalog.tensor_files, group)
     _refuse_damaged_items(catalog, manifest, group)
     for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
@@ -126,7 +127,9 @@ def load_weights(
     Each rank reads only its own boxes, and casts from other floating dtypes; quantized weights from float32, as
     torchtitan's reader. Returns the checkpoint's model information.
     """
-    with open_native(path, select=settings.initial_load_select, otherwise=info, dequantized="float32") as weights:
+    with selected_by_setting():
+        opened = open_native(path, select=settings.initial_load_select, otherwise=info, dequantized="float32")
+    with opened as weights:
         refuse_other_form(weights, path, settings)
         foreign = foreign_remark(weights.catalog, weights.naming, info)
         for text in filter(None, (*weights.notes, *weights.info.notes, foreign)):
@@ -142,7 +145,7 @@ def load_weights(
 
 def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:
     """Raise CheckpointError where the weights of a checkpoint are those of another model."""
-    with open_native(path, select=select, otherwise=info) as weights:
+    with selected_by_setting(), open_native(path, select=select, otherwise=info) as weights:
         refuse_other_model(weights.info, info, path)
 
 
