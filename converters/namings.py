@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from converters import rules
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
@@ -12,6 +13,7 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.rules import Rule
 
+_LITGPT = re.compile(r"(^|\.)transformer\.h\.\d+\.attn\.(qkv|attn)\.(weight|bias)$")
 _OF_BASE = "model."  # the attribute of transformers' causal models that is the base model
 
 
@@ -49,6 +51,14 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
         known = any_name(naming)
         scores.append(sum(known.fullmatch(name) is not None for name in names))
     if not names or max(scores) == 0:
+        if any(map(_LITGPT.search, names)):
+            folder = Path(where).parent if Path(where).suffix else Path(where)
+            out = folder.with_name(folder.name + "-hf")
+            raise CheckpointError(
+                f"{prefix(where)}the tensors have litgpt's names, which are not read" + list_offenders(names, most=5),
+                hint="litgpt gives them those of Hugging Face",
+                tries=[f"litgpt convert_from_litgpt {folder} {out}", f"{out / 'model.pth'} --model-from {folder}"],
+            )
         raise CheckpointError(
             f"{prefix(where)}no tensor has a name of a {family.name} model" + list_offenders(names, most=5),
             hint=f"known namings: {', '.join(dict.fromkeys(c.name for c in plain))}",

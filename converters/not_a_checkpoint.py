@@ -8,7 +8,7 @@ from pathlib import Path
 from converters.containers.safetensors import is_of_series
 from converters.containers.torch_folder import open_file
 from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
-from converters.foreign_folders import is_torch_checkpointing
+from converters.foreign_folders import foreign_folder
 from converters.model_info import describes_model
 from converters.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
 from converters.weight_files import ADAPTER, FOREIGN, HF_ENTRIES, merge_command
@@ -123,12 +123,10 @@ def _name_newest(path: Path, steps: list[Path], *, called: str) -> TitanError:
     """The error for a folder with `steps`, oldest first, below it; an interrupted save has no .metadata."""
     marks = (DCP_METADATA, *HF_ENTRIES)  # torchtitan's last step may be a Hugging Face folder
     complete = [step for step in steps if any((step / mark).is_file() for mark in marks)]
-    others = [step for step in steps if is_torch_checkpointing([p.name for p in step.iterdir()])]
-    if others and not complete:
-        return UnsupportedError(
-            f"{path}: {called}, whose steps were written by torch_checkpointing, which is not supported",
-            hint="load one in the program that saved it, and save the weights with save_pretrained or dcp.save",
-        )
+    if not complete:
+        foreign = (foreign_folder(step, {p.name for p in step.iterdir()}) for step in reversed(steps))
+        if error := next(filter(None, foreign), None):
+            return error
     return CheckpointError(
         f"{path}: {called}, not a checkpoint",
         hint="its newest complete step was probably meant" if complete else "none of its steps is complete",

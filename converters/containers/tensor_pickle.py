@@ -113,6 +113,12 @@ class _RebuildFromType(metaclass=Sealed):
         return rebuild(*arguments)
 
 
+_DTENSOR = RefusedClass(
+    "a DTensor, of which a file has only one rank's part",
+    "the other ranks' parts are in files of their own, or were never written (adapters saved by Accelerate before "
+    "1.15: use adapter_model.safetensors of the same folder); in the job that saved it, save with FULL_STATE_DICT or "
+    "dcp.save",
+)
 TENSOR_STUBS: Stubs = {
     ("collections", "OrderedDict"): PlainDict,
     ("torch._utils", "_rebuild_tensor_v2"): _RebuildV2,
@@ -137,12 +143,7 @@ TENSOR_STUBS: Stubs = {
     ("__builtin__", "bytes"): _NoBytes,
     ("torch", "Tensor"): _PlainTensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
-    ("torch.distributed.tensor", "DTensor"): RefusedClass(
-        "a DTensor, of which a file has only one rank's part",
-        "the other ranks' parts are in files of their own, or were never written (adapters saved by Accelerate before "
-        "1.15: use adapter_model.safetensors of the same folder); in the job that saved it, save with "
-        "FULL_STATE_DICT or dcp.save",
-    ),
+    ("torch.distributed.tensor", "DTensor"): _DTENSOR,
 }
 
 
@@ -157,6 +158,8 @@ def load_tensors(data: bytes, *, what: str) -> Any:
                 hint="its codes and scales are of one rank's part, and .metadata says only what they stand for; "
                 "leave it out, or dequantize it and save again",
             ) from None
+        if b"torch.distributed.tensor\nDTensor\n" in data:  # its rebuilding function stands in front of it
+            raise UnsupportedError(f"{what}: holds {_DTENSOR.what}, which is not covered", hint=_DTENSOR.hint) from None
         raise
 
 
