@@ -21,7 +21,7 @@ from converters.fold import fold_texts
 from converters.layout import row_blocks
 from converters.model_from import find_model_info, has_all_fields
 from converters.model_info import ModelInfo, find_model_file
-from converters.models_inside import is_of
+from converters.models_inside import IN_OPTIMIZER, is_of
 from converters.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.multimodal import unread_remark
 from converters.names import HF_CONFIG, section_of
@@ -142,6 +142,11 @@ def native_weights(
     `reads_copies`: compare tensors that are stored twice; else nothing but headers is read.
     """
     weights = model_part(catalog)
+    if all(IN_OPTIMIZER.match(name) for name in catalog.tensors):
+        raise CheckpointError(
+            f"{catalog.place}: the state of an optimizer, without weights",
+            hint="the weights are in another folder, often beside it; `titan reshard` takes an optimizer alone",
+        )
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
     if info.args.num_layers > len(weights.tensors):  # checked before names are made for billions of layers
         raise CheckpointError(

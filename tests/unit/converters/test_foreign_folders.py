@@ -213,6 +213,16 @@ def test_what_is_not_read_is_refused_by_its_tools_name(kind, tmp_path):
     assert tried in " ".join(caught.value.tries)
 
 
+@pytest.mark.parametrize("key", ["optimizer", "optim", "optimizers"])
+def test_an_optimizer_alone_is_called_so(key, model, tmp_path):
+    """As Accelerate, transformers and Automodel write it beside the weights."""
+    states = {f"state.{name}.exp_avg": tensor for name, tensor in model.state_dict().items()}
+    dcp.save({key: states}, checkpoint_id=tmp_path, no_dist=True)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(TitanError, match="the state of an optimizer, without weights"):
+        native_weights(open_checkpoint(tmp_path))
+
+
 def test_names_of_litgpt_lead_to_its_converter(tmp_path):
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "lit")
     names("lit_model.pth")(tmp_path / "lit")
