@@ -51,7 +51,7 @@ interpreter() { # interpreter 3.12: its path, or nothing
 # PART.xml and PART.txt (pytest's), and `commands` with its output in commands.txt.
 install() { # install PART PACKAGE…
     local part=$1; shift
-    "$environment/bin/python" -m pip install --disable-pip-version-check "$@" > "$cell/$part.install" 2>&1 || return 1
+    "$environment/bin/python" -m pip install --disable-pip-version-check --no-compile "$@" > "$cell/$part.install" 2>&1 || return 1
     "$environment/bin/python" - > "$cell/$part.versions" <<'END'
 import platform
 from importlib.metadata import distributions
