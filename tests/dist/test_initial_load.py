@@ -12,9 +12,15 @@ from converters.convert import convert
 from converters.families.llama3 import FLAVORS
 from converters.formats.base import OutputOptions
 from converters.model_info import ModelInfo, write_hf_config
+from converters.models_inside import SeveralModels
+from converters.weights import open_native
 from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
 from tests.fp8_folders import write_fp8
+from tests.tiny_infer import CPU, complete
+from titan_tools.infer.model.load import load_model
+from trainer.inputs import check_inputs
+from trainer.job import resolve_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock DCP, in this process
 FLAVOR = "debug_gqa"
@@ -111,6 +117,48 @@ def test_a_run_starts_from_an_fp8_folder_where_it_is_asked_to(pools, data, forma
         config = runs.make_config(data, tmp_path / "refused", **FSDP2, checkpoint=given)
         (output, _) = pools[2].run(runs.run, config)
         assert output.startswith(f"CheckpointError: {fp8} holds 28 weights in fp8 (e4m3)"), output
+
+
+@pytest.mark.parametrize("container", ["dcp", pytest.param("torch", marks=pytest.mark.slow)])
+def test_of_several_models_the_selected_one_is_trained_and_read(pools, data, formats, tmp_path, container):
+    """It gives the loss and the tokens of the same weights alone, and the other model gives others."""
+    alone = formats["weights.pt"]
+    weights = torch.load(alone)["model"]
+    content = {"policy": {"model": weights}, "ema": {name: tensor * 0.9 for name, tensor in weights.items()}}
+    path = tmp_path / ("both" if container == "dcp" else "both.pt")
+    if container == "dcp":
+        dcp.save(content, checkpoint_id=str(path), no_dist=True)
+    else:
+        torch.save(content, path)
+
+    def begin(select):
+        keys = {"initial_load_path": str(path), "initial_load_select": select}
+        config = runs.make_config(data, tmp_path / str(select), steps=1, checkpoint=keys)
+        return config, pools[1].run(runs.run, config)
+
+    config, (output,) = begin(None)
+    assert output.startswith(f"SeveralModels: {path} holds 2 models:")
+    with pytest.raises(SeveralModels) as error:
+        check_inputs(resolve_job(runs.replace(config, origins={"checkpoint.initial_load_path": "the test"}), 1))
+    tries = [f"--checkpoint.initial_load_select {name}" for name in ("policy.model", "ema")]
+    assert sorted(error.value.tries) == sorted(tries)
+
+    losses, tokens = {}, {}
+    begun = pools[1].run(runs.first_losses, runs.make_config(data, tmp_path), {"": alone})[0][""]
+    for name in ("policy", "ema"):
+        assert begin(name)[1] == [""]
+        losses[name] = runs.read_losses(tmp_path / name)[1]
+        tokens[name] = _continued(open_native(path, select=name, otherwise=INFO))
+    assert losses["policy"] == begun != losses["ema"]
+    assert tokens["policy"] == _continued(open_native(alone, otherwise=INFO)) != tokens["ema"]
+
+
+def _continued(opened) -> tuple:
+    """Greedy tokens and the log probabilities of each."""
+    with opened as weights:
+        model = load_model(weights.source, weights.info, dtype=torch.float32, device=CPU, tp=1, rank=0)
+        (said,) = complete(model, [[1, 2, 3]], max_new_tokens=4, logprobs=1)
+    return said.tokens, said.logprobs
 
 
 @pytest.mark.parametrize("name", ["native DCP", "meta"])
