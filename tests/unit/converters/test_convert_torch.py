@@ -137,7 +137,6 @@ NESTS = {  # what a file holds → how many entries of what are left out
         {"optim": 43, "global_step": 1},
     ),
     "flat training": (lambda model: model | {"optimizer": adamw(model), "step": 3}, {"optimizer": 43, "step": 1}),
-    "averaged beside": (lambda model: {"model": model, "ema": model}, {"ema": 21}),
     "deep": (lambda model: {"app": {"model": model, "step": 1}}, {"app": 1}),
     "with RoPE's table": (lambda model: {"model": model | {"freqs_cis": torch.ones(2)}}, {}),
 }

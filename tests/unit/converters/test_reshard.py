@@ -24,6 +24,10 @@ ARGS = ModelArgs(dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, 
 SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+TOKENIZER = (
+    '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+)
+
 
 def training_state():
     """A state dict as the trainer saves it: bf16 weights, fp32 moments, counters, plain values, RNG."""
@@ -47,7 +51,7 @@ def save(folder, state):
     dcp.save(state, checkpoint_id=str(folder), no_dist=True)
     write_model_info(folder, ModelInfo("llama3", ARGS))
     (folder / "assets").mkdir()
-    (folder / "assets" / "tokenizer.json").write_text("{}")
+    (folder / "assets" / "tokenizer.json").write_text(TOKENIZER)
     return folder
 
 
@@ -82,7 +86,7 @@ def test_stock_torch_loads_everything_again(step, mesh, tmp_path):
     dcp.load(loaded, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert_equal(loaded, training_state())
     assert report.sections["optimizer"] == 5 * len(SHAPES)
-    assert (tmp_path / "out" / "assets" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out" / "assets" / "tokenizer.json").read_text() == TOKENIZER
     assert verify(tmp_path / "out").ok
 
 
