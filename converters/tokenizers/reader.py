@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE, Unigram
 
@@ -54,6 +55,8 @@ from converters.tokenizers.tiktoken_model import (
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
 _SPACE = "\u2581"
+_FEWEST_OF_MISTRAL = 100_000  # tokens; those of larger vocabularies were published with a wrong pattern
+_MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 _NUM_SPECIAL = 10  # named special tokens behind the ranks of a small tokenizer.model
 
 
@@ -224,6 +227,7 @@ def _as_transformers(assets: Mapping[str, Path], path: Path, *, with_merges: boo
     else:
         raise CheckpointError(f"{path}: neither a tiktoken nor a SentencePiece file")
     named = _add_declared(tokenizer, cls, declared, settings)
+    _refuse_mistral_regex(tokenizer, settings, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return FolderTokenizer(tokenizer, {key: str(token) for key, token in named.items()}, settings, path)
@@ -258,6 +262,26 @@ def _add_declared(
         every = dict.fromkeys([*map(str, named.values()), *map(str, extra or ())])
         tokenizer.add_tokens([AddedToken(text, special=True) for text in every])
     return named
+
+
+def _refuse_mistral_regex(tokenizer: Tokenizer, settings: Mapping[str, Any], path: Path) -> None:
+    """Raise where transformers would replace the pattern of tokenizer.json by what `config.json` says.
+
+    Copies of the tokenizer without that config.json would be read with the old pattern.
+    """
+    config = path.parent / HF_CONFIG
+    if not settings.get("fix_mistral_regex") or not config.is_file() or tokenizer.pre_tokenizer is None:
+        return
+    content = read_json(config)
+    made_by, kind = content.get("transformers_version"), content.get("model_type")
+    is_new = made_by and Version(made_by) >= Version("5.0.0")
+    if tokenizer.get_vocab_size() > _FEWEST_OF_MISTRAL and not is_new and kind in (None, *_MISTRAL_TYPES):
+        raise UnsupportedError(
+            f"{path.parent / TOKENIZER_CONFIG}: fix_mistral_regex, with which transformers replaces the pattern that"
+            " splits text, is not supported",
+            hint="AutoTokenizer's save_pretrained writes the replaced pattern into tokenizer.json; then remove"
+            " fix_mistral_regex from tokenizer_config.json",
+        )
 
 
 def _update_post_processor(tokenizer: Tokenizer, named: Mapping[str, Token], settings: Mapping[str, Any]) -> None:

@@ -469,3 +469,26 @@ def test_a_tokenizer_config_that_is_there_stays(begins, ends, meta_llama2, train
     for text in texts(300):
         ids = [*ours.prefix_ids, *ours.encode(text, special=True), *ours.suffix_ids]
         assert theirs.encode(text) == ids
+
+
+@pytest.mark.parametrize("made_by", ["4.57.1", "5.0.0", None])
+@pytest.mark.parametrize("model_type", ["mistral", "llama"])
+def test_a_pattern_that_transformers_replaces_is_refused_by_name(tmp_path, made_by, model_type):
+    vocab = {letter: id for id, letter in enumerate(BYTE_LETTERS.values())}
+    vocab |= {f"filler {n}": len(vocab) + n for n in range(100_001 - len(vocab))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    pattern = pre_tokenizers.Split(Regex(r"\S+|\s+"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pattern, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "fix_mistral_regex": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    described = {"model_type": model_type} | ({"transformers_version": made_by} if made_by else {})
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    theirs = AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.pre_tokenizer
+    is_replaced = theirs.__getstate__() != tokenizer.pre_tokenizer.__getstate__()
+    assert is_replaced == (model_type == "mistral" and made_by != "5.0.0")
+    if not is_replaced:
+        load_tokenizer(tmp_path)
+        return
+    with pytest.raises(UnsupportedError, match="fix_mistral_regex"):
+        load_tokenizer(tmp_path)
