@@ -13,6 +13,7 @@ from typing import Any
 from converters.errors import CheckpointError, ConfigError
 from converters.model_info import ModelInfo
 from converters.names import OPTIMIZER
+from converters.tokenizers.reader import READER_VERSION, implied_class
 from trainer.checkpoints.recorded import BATCH, NUM_STREAMS, OPTIMIZER_KIND, Recorded
 from trainer.config.load import origins
 from trainer.config.sections import Config, Training
@@ -57,11 +58,18 @@ def settings_of(job: Job, info: ModelInfo) -> dict[str, Any]:
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or training.steps,
         "optimizer.state_dtype": config.optimizer.state_dtype or training.dtype,
         "debug.seed": job.seed,
-        "tokenizer": ", ".join(f"{name} {digest_of(path)[:8]}" for name, path in sorted(info.assets.items())) or "none",
+        "tokenizer": _tokenizer(training, info),
     }
     unused = _unused(config)
     used = {key: value for key, value in settings.items() if not key.startswith(unused)}
     return dict(json.loads(as_text(used)))  # as it is read again: lists for tuples
+
+
+def _tokenizer(training: Training, info: ModelInfo) -> str:
+    parts = [f"{name} {digest_of(path)[:8]}" for name, path in sorted(info.assets.items())]
+    if parts and training.dataset == C4:  # of an index the ids themselves are compared
+        parts += [f"read as {implied_class(info.assets) or 'it is'} by version {READER_VERSION} of titan's reader"]
+    return ", ".join(parts) or "none"
 
 
 def as_text(settings: Mapping[str, Any]) -> str:

@@ -54,6 +54,8 @@ from converters.tokenizers.tiktoken_model import (
 )
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
+READER_VERSION = 3  # an older one may give other ids for the same files
+
 _SPACE = "\u2581"
 _FEWEST_OF_MISTRAL = 100_000  # tokens; those of larger vocabularies were published with a wrong pattern
 _MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")

@@ -14,6 +14,7 @@ from converters.errors import DataError
 from converters.json_file import read_json
 from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.agreement import disagreement
+from converters.tokenizers.special_text import SpecialText, changes_text, special_tokens_in
 from converters.tokenizers.tiktoken_model import looks_like_tiktoken
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         """Ids of the text; `special` also reads special tokens in it. Raises DataError for a lone surrogate."""
+        ...
+
+    def special_in(self, text: str) -> frozenset[str]:
+        """The special tokens written in a text, which `special` reads as tokens. Any thread may call it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -122,6 +127,7 @@ class _FolderTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.special_names = frozenset[str]() if self._splits_special else _special_names(self._tokenizer)
+        self._special_text = None if self._splits_special else SpecialText(self._tokenizer)
         self.prefix_ids, self.suffix_ids = _around_text(self._tokenizer.post_processor)
         named = {key: (found.named.get(key), found.id_of(key)) for key in ("bos_token", "eos_token")}
         settings = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
@@ -134,6 +140,9 @@ class _FolderTokenizer:
         for piece in self._pieces_of(text) if self._pieces_of else (text,):
             ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
         return _framed(self.ends, ids, bos=bos, eos=eos)
+
+    def special_in(self, text: str) -> frozenset[str]:
+        return self._special_text.find(text) if self._special_text else frozenset()
 
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
@@ -180,6 +189,9 @@ class _SentencePieceTokenizer:
         for place, part in enumerate(parts):
             ids += [self._control[part]] if place % 2 else self._pieces.encode(part)
         return _framed(self.ends, ids, bos=bos, eos=eos)
+
+    def special_in(self, text: str) -> frozenset[str]:
+        return frozenset(special_tokens_in(text, self.special_names))
 
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
@@ -244,7 +256,7 @@ def _around_text(post_processor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]
 def _special_names(tokenizer: "tokenizers.Tokenizer") -> frozenset[str] | None:
     """None where text is changed before a special token is looked for, or not every place counts."""
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    changes = tokenizer.normalizer is not None
+    changes = changes_text(tokenizer)
     exact = not any(token.single_word or (changes and token.normalized) for token in special)
     return frozenset(token.content for token in special) if exact else None
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,17 @@ def test_every_command(files, declared, models, vocabularies, titan, tmp_path, c
         os.link(path, folder / path.name)
     theirs = _reference(folder, files)
     outcomes = {
-        "prepare": _judged(lambda: _prepared(titan, folder, tmp_path), lambda: _documents(folder, theirs)),
-        "train": _judged(lambda: _trained_on(folder, tmp_path), lambda: _documents(folder, theirs)),
-        "score": _judged(lambda: _scored(folder), lambda: [_scored_as(theirs, text) for text in WORDS]),
+        **{
+            f"{command}, special tokens are {'tokens' if special else 'text'}": _judged(
+                partial(ours, special), partial(reference, special)
+            )
+            for special in (False, True)
+            for command, ours, reference in (
+                ("prepare", partial(_prepared, titan, folder, tmp_path), partial(_documents, folder, theirs)),
+                ("train", partial(_trained_on, folder, tmp_path), partial(_documents, folder, theirs)),
+                ("score", partial(_scored, folder), partial(_scored_as, theirs)),
+            )
+        },
         "prompt": _judged(
             lambda: [_prompts(folder, special=special) for special in (True, False)],
             lambda: [
@@ -162,24 +171,28 @@ def _difference(found: Any, expected: Any) -> str:
     return f"{found} instead of {expected}"[:2000]
 
 
-def _documents(folder: Path, theirs: Any) -> Any:
-    """Special tokens in a document are text. Between begin and end, or refused where the tokenizer has neither."""
+def _split(special: bool) -> dict[str, bool]:
+    """How transformers is asked to read special tokens in a text: as it does by itself, or as text."""
+    return {} if special else {"split_special_tokens": True}
+
+
+def _documents(folder: Path, theirs: Any, special: bool) -> Any:
+    """Between begin and end, or refused where the tokenizer has neither."""
     path = folder / "tokenizer_config.json"
     says_none = path.exists() and json.loads(path.read_text()).get("add_bos_token") is False
     begin = [] if says_none or theirs.bos_token_id is None else [theirs.bos_token_id]
     end = [] if theirs.eos_token_id is None else [theirs.eos_token_id]
     if not begin + end:
         return NEITHER
-    bare = [theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in WORDS]
+    bare = [theirs(text, add_special_tokens=False, **_split(special)).input_ids for text in WORDS]
     return [[*begin, *ids, *end] for ids in bare]
 
 
-def _prepared(titan: Any, folder: Path, place: Path) -> list[list[int]]:
+def _prepared(titan: Any, folder: Path, place: Path, special: bool) -> list[list[int]]:
     (place / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in WORDS))
-    out = place / "prepared"
-    code, _, errors = titan(
-        "data", "prepare", place / "docs.jsonl", "--tokenizer", folder, "--out", out, "--held-out", "0"
-    )
+    out = place / f"prepared-{special}"
+    options = ["--tokenizer", folder, "--out", out, "--held-out", "0", *(["--special-tokens"] if special else [])]
+    code, _, errors = titan("data", "prepare", place / "docs.jsonl", *options)
     if code:
         raise TitanError(errors)
     tokens, offsets = np.load(out / "train_tokens.npy"), np.load(out / "train_offsets.npy").tolist()
@@ -188,9 +201,10 @@ def _prepared(titan: Any, folder: Path, place: Path) -> list[list[int]]:
     return [tokens[a:b].tolist() for a, b in zip(offsets, ends, strict=False)]
 
 
-def _trained_on(folder: Path, place: Path) -> list[list[int]]:
+def _trained_on(folder: Path, place: Path, special: bool) -> list[list[int]]:
     documents = [Document(text, f"line {n}") for n, text in enumerate(WORDS)]
-    preparation = Preparation(folder, place / "indexes", once=lambda work: work(), say=lambda text: None)
+    keys = {"once": lambda work: work(), "say": lambda text: None, "special_tokens": special}
+    preparation = Preparation(folder, place / "indexes", **keys)
     index = index_text("text", lambda: 0, lambda: documents, preparation)
     tokens, offsets = index.tokens("train"), index.offsets("train").tolist()
     ends = [*offsets[1:], len(tokens)] if len(offsets) == len(WORDS) else offsets[1:]
@@ -203,8 +217,8 @@ def _work(folder: Path, **options: Any) -> Any:
         return prepare_work(request, weights)
 
 
-def _scored(folder: Path) -> list[list[int] | None]:
-    work = _work(folder, score=True)
+def _scored(folder: Path, special: bool) -> list[list[int] | None]:
+    work = _work(folder, score=True, special_tokens=special)
     return [_or_refused(lambda text=text: list(tokenize_text(work, id=0, prompt=text).tokens)) for text in WORDS]
 
 
@@ -216,12 +230,13 @@ def _or_refused(tokens_of: Callable[[], list[int]]) -> list[int] | None:
         return None
 
 
-def _scored_as(theirs: Any, text: str) -> list[int] | None:
-    framed, bare = (
-        theirs(text, add_special_tokens=flag, split_special_tokens=True).input_ids for flag in (True, False)
-    )
-    start = next(n for n in range(len(framed) + 1) if framed[n : n + len(bare)] == bare)
-    return framed[: start + len(bare)] if bare and start + len(bare) > 1 else None
+def _scored_as(theirs: Any, special: bool) -> list[list[int] | None]:
+    def one(text: str) -> list[int] | None:
+        framed, bare = (theirs(text, add_special_tokens=flag, **_split(special)).input_ids for flag in (True, False))
+        start = next(n for n in range(len(framed) + 1) if framed[n : n + len(bare)] == bare)
+        return framed[: start + len(bare)] if bare and start + len(bare) > 1 else None
+
+    return [one(text) for text in WORDS]
 
 
 def _prompts(folder: Path, *, special: bool) -> list[list[int] | None]:

@@ -52,6 +52,10 @@ def prepare(
     text_key: Annotated[
         str, typer.Option("--text-key", metavar="KEY", help="JSON key or Parquet column of the text.")
     ] = "text",
+    special_tokens: Annotated[
+        bool,
+        typer.Option("--special-tokens", help="Read special tokens written in documents as tokens, not as text."),
+    ] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count documents that cannot be read.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing index.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -64,6 +68,7 @@ def prepare(
     Examples:
       titan data prepare --out data
       titan data prepare c4-train.00000.json.gz notes/ --out data --tokenizer Llama-3.1-8B --held-out 0.01
+      titan data prepare chats.jsonl --out chats --tokenizer Qwen3-8B --special-tokens
       titan data prepare crawl/*.parquet --text-key content --skip-bad --tokenizer data --out more
     """
     from dataclasses import asdict
@@ -72,6 +77,7 @@ def prepare(
     from converters.tokenizers.notes import tokenizer_notes
     from converters.tokenizers.tokenizer import document_ends, tokenizer_note
     from titan_tools.console import count, note, print_json
+    from trainer.data.document_text import special_text_note
     from trainer.data.prepare import prepare as make
 
     report = make(
@@ -82,6 +88,7 @@ def prepare(
         held_out=held_out,
         max_bytes=max_bytes,
         text_key=text_key,
+        special_tokens=special_tokens,
         skip_bad=skip_bad,
         overwrite=overwrite,
     )
@@ -91,6 +98,8 @@ def prepare(
         note(line)
     if tokenizer:
         note(document_ends(find_assets(out)).described)
+    if text := special_text_note(report.special_tokens_as_text, "--special-tokens"):
+        note(text)
     if as_json:
         print_json(asdict(report))
         return

@@ -135,6 +135,9 @@ class Training:
     that the run resumes from; in a new run the smallest multiple of the degree from 64 on. Not in torchtitan."""
     local_batch_size: Positive = 8
     """Samples per forward pass of one data-parallel rank."""
+    special_tokens: bool = False
+    """Read special tokens written in text (<|im_start|>) as tokens, as `tok(text, add_special_tokens=False)` of
+    transformers; else they are plain text. Also in validation. Not in torchtitan, which reads them as tokens."""
     global_batch_size: AllOr = -1
     """Samples per step over all ranks; -1 = local_batch_size × data-parallel degree, larger = gradient accumulation."""
     seq_len: SeqLen = 2048

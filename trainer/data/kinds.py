@@ -24,6 +24,12 @@ def data_problems(training: Training, validation: Validation, dims: MeshShape) -
             f" degrees that divide it: {divisors(num_streams)}; unset, a new run takes"
             f" {streams_of(replace(training, dataset_streams=None), dims.batch)} streams"
         )
+    datasets = {training.dataset, *([validation.dataset] if validation.enable else [])}
+    if training.special_tokens and not datasets & {*TEXT_KINDS, *_STREAMED}:
+        problems.append(
+            f"training.special_tokens has no effect on dataset = {', '.join(sorted(datasets))}, which is no text;"
+            " `titan data prepare --special-tokens` makes an index with special tokens"
+        )
     if validation.enable:
         problems += _source_problems("validation", validation)
         if validation.dataset == C4 and validation.steps == -1:

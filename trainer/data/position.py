@@ -88,7 +88,7 @@ def _refuse_other_data(theirs: str, ours: str) -> None:
         )
     raise DataError(
         f"the data is not that of the checkpoint: fingerprint {ours} now, {theirs} then",
-        hint="the text, its sources or their weights, the tokenizer or the index changed; going on would repeat or"
-        " leave out samples",
+        hint="the text, its sources or their weights, the tokenizer, training.special_tokens or the index changed;"
+        " going on would repeat or leave out samples",
         tries=[RESTART_DATA],
     )

@@ -41,6 +41,8 @@ class PrepareReport:
     held_out_by: str  # `document`: whole documents; `tail`: the end of every document; `nothing`
     text_bytes: int
     bytes_per_token: float
+    special_tokens: bool  # whether those written in documents are tokens
+    special_tokens_as_text: dict[str, int]  # special token that is read as text → number of documents
     skipped: int  # documents that could not be read and were left out, because skip_bad says so
     skipped_because: tuple[str, ...]  # what was wrong with the first few
     left_out: dict[str, int]  # files in folders that are not read: ending, `hidden` or `links to folders` → how many
@@ -57,6 +59,7 @@ def prepare(
     held_out: float = 0.02,
     max_bytes: int | None = None,
     text_key: str = "text",
+    special_tokens: bool = False,
     skip_bad: bool = False,
     overwrite: bool = False,
 ) -> PrepareReport:
@@ -89,7 +92,7 @@ def prepare(
             raise _no_text(skipped)
         used = _settle_tokenizer(folder, documents, vocab_size=vocab_size, existing=tokenizer)
         split = _choose_split(documents(), held_out)
-        encoded = encode_documents(folder, documents(), used, split)
+        encoded = encode_documents(folder, documents(), used, split, special_tokens=special_tokens)
         summary = summarize(folder, used, encoded, source=source, split=split, num_skipped=skipped.count)
         write_json(folder / INDEX_JSON, summary)
     return PrepareReport(

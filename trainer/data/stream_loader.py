@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any
 
 from converters.errors import DataError
-from converters.tokenizers.tokenizer import Tokenizer
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import RESTART_DATA, STATE_VERSION, STREAMS, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules, window_sample
-from trainer.data.virtual_stream import FilesOfText, Position, VirtualStream
+from trainer.data.virtual_stream import Encode, FilesOfText, Position, VirtualStream
 
 _OPENED_AT_ONCE = 16
 
@@ -31,7 +30,7 @@ class StreamLoader:
     def __init__(
         self,
         text: FilesOfText,
-        tokenizer: Tokenizer,
+        encode: Encode,
         *,
         fingerprint: str,
         num_streams: int,
@@ -45,7 +44,7 @@ class StreamLoader:
         documents: DocumentRules = NO_DOCUMENTS,
     ):
         assert num_streams % dp_degree == global_batch_size % dp_degree == 0, (num_streams, global_batch_size)
-        self._text, self._tokenizer = text, tokenizer
+        self._text, self._encode = text, encode
         self._fingerprint = f"{fingerprint}/{num_streams}{STREAMS}"
         self._num_streams, self._seed, self._seq_len = num_streams, seed, seq_len
         self._on_each, self._pin_memory, self._documents = on_each, pin_memory, documents
@@ -95,7 +94,7 @@ class StreamLoader:
         self._num_loads += 1
 
     def _open(self, number: int, position: Position) -> VirtualStream:
-        return VirtualStream(self._text, self._tokenizer, number, self._num_streams, seed=self._seed, position=position)
+        return VirtualStream(self._text, self._encode, number, self._num_streams, seed=self._seed, position=position)
 
     def _begin(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
         with ThreadPoolExecutor(min(len(streams), _OPENED_AT_ONCE)) as threads:

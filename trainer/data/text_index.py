@@ -16,14 +16,13 @@ from converters.errors import DataError
 from converters.file_lock import lock_file
 from converters.json_file import write_json
 from converters.names import RUN_LOCK, TEMPORARY_PREFIX
-from converters.tokenizers.reader import implied_class
+from converters.tokenizers.reader import READER_VERSION, implied_class
 from converters.tokenizers.tokenizer import has_tokenizer, tokenizer_note
+from trainer.data.document_text import TRAIN_OPTION, special_text_note
 from trainer.data.index import INDEX_JSON, MAX_DIGESTED_BYTES, TRAIN, VERSION, TokenIndex, digest_of, open_index
 from trainer.data.prepare import carry_tokenizer
 from trainer.data.sources import Document
 from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summarize
-
-_READER = 2  # of tokenizers: indexes that an older one made may hold other ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class Preparation:
     folder: Path
     once: Callable[[Callable[[], Any]], Any]  # runs work on one rank; all get its result or error
     say: Callable[[str], None] = print
+    special_tokens: bool = False  # those written in a document are tokens, not text
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,8 @@ def _settle(
     refuse_no_tokenizer(name, preparation.tokenizer)
     assets = sorted((asset, digest_of(path)) for asset, path in find_assets(preparation.tokenizer).items())
     # a config.json that is not copied may imply the class
-    found = [VERSION, identity, assets, most_tokens, _READER, implied_class(find_assets(preparation.tokenizer))]
+    found = [VERSION, identity, assets, most_tokens, READER_VERSION, implied_class(find_assets(preparation.tokenizer))]
+    found += ["special tokens"] if preparation.special_tokens else []
     key = xxhash.xxh3_128_hexdigest(json.dumps(found).encode())
     place = preparation.folder / key
     try:
@@ -112,7 +113,7 @@ def _settle(
                 if two := tokenizer_note(preparation.tokenizer):
                     preparation.say(two)
                 preparation.say(f"making tokens of {name}; they stay in {place}")
-                _write(place, name, documents(), preparation.tokenizer, most_tokens)
+                _write(place, name, documents(), preparation, most_tokens)
     except OSError as error:
         raise DataError(f"{place} cannot be written: {error.strerror}", hint="nothing is left of it") from error
     return place
@@ -126,11 +127,18 @@ def _is_whole(place: Path) -> bool:
     return True
 
 
-def _write(place: Path, name: str, documents: Iterable[Document], tokenizer: Path, most_tokens: int | None) -> None:
+def _write(
+    place: Path, name: str, documents: Iterable[Document], preparation: Preparation, most_tokens: int | None
+) -> None:
+    special = preparation.special_tokens
     with staged(place, overwrite=True, marks=(INDEX_JSON,)) as folder:
-        used = carry_tokenizer(folder, tokenizer)
-        files = encode_documents(folder, documents, used, NOTHING_HELD_OUT, most_tokens=most_tokens)
-        write_json(folder / INDEX_JSON, summarize(folder, used, files, source=name, split=NOTHING_HELD_OUT))
+        used = carry_tokenizer(folder, preparation.tokenizer)
+        encoded = encode_documents(
+            folder, documents, used, NOTHING_HELD_OUT, special_tokens=special, most_tokens=most_tokens
+        )
+        write_json(folder / INDEX_JSON, summarize(folder, used, encoded, source=name, split=NOTHING_HELD_OUT))
+    if text := special_text_note(encoded.special_as_text, TRAIN_OPTION):
+        preparation.say(text)
 
 
 def refuse_no_tokenizer(name: str, folder: Path) -> None:

@@ -15,8 +15,8 @@ _HEADER_BYTES = 128  # of a one-dimensional .npy file of any length
 class TokenFile:
     """Counts what it writes. The .npy header, which holds the length, goes in front when the file is closed."""
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer):
-        self._folder, self._split, self._tokenizer = folder, split, tokenizer
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, *, special_tokens: bool = False):
+        self._folder, self._split, self._tokenizer, self._special = folder, split, tokenizer, special_tokens
         self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         self._file = (folder / tokens_file(split)).open("wb")
         self._file.write(bytes(_HEADER_BYTES))
@@ -39,7 +39,8 @@ class TokenFile:
         """
         self._offsets.append(self.num_tokens)
         if isinstance(content, str):
-            self._write(np.array(self._tokenizer.encode(content, bos=True, eos=True), self._dtype))
+            encoded = self._tokenizer.encode(content, bos=True, eos=True, special=self._special)
+            self._write(np.array(encoded, self._dtype))
             self.text_bytes += len(content.encode())
             return
         for start in range(0, len(content), _IDS_AT_ONCE):

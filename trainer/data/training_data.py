@@ -18,6 +18,7 @@ from trainer.config.sections import Model, Training
 from trainer.data.batch import Batch
 from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocabulary
 from trainer.data.document_ends import with_end_token
+from trainer.data.document_text import document_encoder
 from trainer.data.index import TRAIN, digest_of
 from trainer.data.kinds import C4, streams_of
 from trainer.data.loader import TokenLoader
@@ -42,7 +43,13 @@ class Loader(Protocol):
 def text_preparation(model: Model, training: Training, dump_folder: Path, group: dist.ProcessGroup) -> Preparation:
     """How text is tokenized: by the model's tokenizer, on rank 0 for all ranks, into the dump folder."""
     tokenizer = tokenizer_folder(model, training)
-    return Preparation(tokenizer, dump_folder / TEXT_INDEXES, once=partial(on_first, group), say=note)
+    return Preparation(
+        tokenizer,
+        dump_folder / TEXT_INDEXES,
+        once=partial(on_first, group),
+        say=note,
+        special_tokens=training.special_tokens,
+    )
 
 
 def train_loader(job: Job, meshes: Meshes, preparation: Preparation, *, group: dist.ProcessGroup) -> Loader:
@@ -106,10 +113,12 @@ def _open_stream(
     on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or all raise
     text = opened[0]
     assets = sorted((name, digest_of(path)) for name, path in find_assets(preparation.tokenizer).items())
+    special = preparation.special_tokens
+    identity = [text.identity, assets, *(["special tokens"] if special else [])]
     return StreamLoader(
         text,
-        tokenizer,
-        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([text.identity, assets]).encode()),
+        document_encoder(tokenizer, special_tokens=special, say=preparation.say),
+        fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         num_streams=num_streams,
         seq_len=settings.seq_len,
         on_each=on_each,

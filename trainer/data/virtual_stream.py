@@ -1,14 +1,15 @@
 """One of the fixed number of streams of a streamed text: its tokens in order, from any position."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 from converters.errors import DataError
-from converters.tokenizers.tokenizer import Tokenizer
+
+Encode = Callable[[str], list[int]]  # of a document, its begin and end token included
 
 
 class FilesOfText(Protocol):
@@ -37,10 +38,8 @@ class VirtualStream:
     Where there are enough files each stream has its own, else each reads all of them and takes every count-th document.
     """
 
-    def __init__(
-        self, text: FilesOfText, tokenizer: Tokenizer, number: int, count: int, *, seed: int, position: Position
-    ):
-        self._text, self._tokenizer, self._seed = text, tokenizer, seed
+    def __init__(self, text: FilesOfText, encode: Encode, number: int, count: int, *, seed: int, position: Position):
+        self._text, self._encode, self._seed = text, encode, seed
         self._number, self._count = number, count
         self._pending: deque[tuple[Position, np.ndarray]] = deque()  # tokens that are left, and where they begin
         self._documents = self._read(position)
@@ -89,7 +88,7 @@ class VirtualStream:
         for number, text in enumerate(self._text.texts(file, skip=start.document), start=start.document):
             if not text or (dealt and number % self._count != self._number):
                 continue
-            ids = np.array(self._tokenizer.encode(text, bos=True, eos=True), np.int64)
+            ids = np.array(self._encode(text), np.int64)
             first = start.token if number == start.document else 0
             if first < len(ids):
                 yield start._replace(document=number, token=first), ids[first:]

@@ -1,5 +1,6 @@
 """Encode documents into the files of a token index, and measure them."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import xxhash
 
 from converters.errors import DataError
 from converters.tokenizers.tokenizer import Tokenizer
+from trainer.data.document_text import before_special_token
 from trainer.data.index import HELD_OUT, SPLITS, TRAIN, VERSION, describe_files, fingerprint_of
 from trainer.data.sources import Document
 from trainer.data.token_file import TokenFile
@@ -42,21 +44,42 @@ def mark_of(document: Document) -> int:
 NOTHING_HELD_OUT = Split(0.0, "document")
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The files of both splits. `special_as_text`: special token that is read as text → number of documents."""
+
+    files: dict[str, TokenFile]
+    special_tokens: bool
+    special_as_text: Counter[str]
+
+
 def encode_documents(
-    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, split: Split, *, most_tokens: int | None = None
-) -> dict[str, TokenFile]:
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    split: Split,
+    *,
+    special_tokens: bool = False,
+    most_tokens: int | None = None,
+) -> Encoded:
     """Write the token and offset files of both splits, up to the document with which there are `most_tokens`.
 
-    Raises DataError where a split that is wanted stays empty.
+    `special_tokens`: those written in a document are tokens, not text. Raises DataError where a split that is wanted
+    stays empty.
     """
-    files = {name: TokenFile(folder, name, tokenizer) for name in SPLITS}
+    files = {name: TokenFile(folder, name, tokenizer, special_tokens=special_tokens) for name in SPLITS}
+    special_as_text = Counter[str]()
     try:
         for document in documents:
             content, where = document.content, document.where
+            if isinstance(content, str) and not special_tokens:
+                special_as_text.update(tokenizer.special_in(content))
             if split.holds_out(document):
                 files[HELD_OUT].add(content, where)
                 continue
             cut = split.tail_of(content)
+            if special_tokens and isinstance(content, str) and cut < len(content):
+                cut = before_special_token(tokenizer, content, cut)
             if cut > 0:
                 files[TRAIN].add(content[:cut], where)
             if cut < len(content):
@@ -75,14 +98,14 @@ def encode_documents(
             f"the text is too short: of its {total:,} tokens nothing is left for the {empty[0]} part",
             hint="another share to hold out, or more text",
         )
-    return files
+    return Encoded(files, special_tokens, special_as_text)
 
 
 def summarize(
-    folder: Path, tokenizer: Tokenizer, files: dict[str, TokenFile], *, source: str, split: Split, num_skipped: int = 0
+    folder: Path, tokenizer: Tokenizer, encoded: Encoded, *, source: str, split: Split, num_skipped: int = 0
 ) -> dict[str, Any]:
     """The content of index.json. Where nothing is held out, the entropies are those of all there is."""
-    train, held_out = files[TRAIN], files[HELD_OUT]
+    train, held_out = encoded.files[TRAIN], encoded.files[HELD_OUT]
     text_bytes = train.text_bytes + held_out.text_bytes
     tokens = train.num_tokens + held_out.num_tokens
     measured = held_out if held_out.num_tokens else train
@@ -99,6 +122,8 @@ def summarize(
             "text_bytes": text_bytes,
             "bytes_per_token": round(text_bytes / tokens, 3),
             "skipped": num_skipped,
+            "special_tokens": encoded.special_tokens,
+            "special_tokens_as_text": dict(sorted(encoded.special_as_text.items())),
         },
         "unigram": {
             "unigram_cross_entropy": unigram_nats(measured.histogram, model=train.histogram + 1),

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from tests.torchtitan_release import write_tokenizer
 
@@ -73,3 +75,21 @@ def test_missing_tokens_of_a_tokenizer_are_reported(titan, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "<|begin_of_text|> 263, <|end_of_text|> 264" in done.stderr
     assert "no token for 162 of the 256 bytes" in done.stderr
+
+
+def test_special_tokens_are_counted_as_text_or_read_as_tokens(titan, tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer")
+    text = "<|begin_of_text|>a chat<|end_of_text|>" * 2
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": text}) + "\n") * 3)
+    options = ("a.jsonl", "--tokenizer", "tokenizer", "--held-out", "0", "--json")
+    plain = titan("data", "prepare", *options, "--out", "plain")
+    report = json.loads(plain.stdout)
+    assert report["special_tokens_as_text"] == {"<|begin_of_text|>": 3, "<|end_of_text|>": 3}
+    assert "<|begin_of_text|> in 3 documents" in plain.stderr and "--special-tokens reads them" in plain.stderr
+    special = titan("data", "prepare", *options, "--special-tokens", "--out", "special")
+    report = json.loads(special.stdout)
+    assert (report["special_tokens"], report["special_tokens_as_text"]) == (True, {})
+    assert "--special-tokens" not in special.stderr
+    ids = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")(text, add_special_tokens=False).input_ids
+    assert np.load(tmp_path / "special" / "train_tokens.npy").tolist()[1 : len(ids) + 1] == ids

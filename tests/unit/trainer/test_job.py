@@ -67,6 +67,15 @@ def test_a_product_that_is_not_the_world_size():
     assert raised.value.hint == ""  # no shard degree helps
 
 
+def test_special_tokens_of_what_is_no_text_are_a_problem():
+    tokens, text = {"dataset": "tokens", "special_tokens": True}, {"dataset": "jsonl", "special_tokens": True}
+    (problem,) = problems({}, world_size=1, training=tokens)
+    assert "`titan data prepare --special-tokens`" in problem
+    validation = Validation(enable=True, dataset="c4_validation")
+    assert problems({}, world_size=1, training=text) == []
+    assert problems({}, world_size=1, training=tokens, validation=validation) == []
+
+
 def test_a_layout_without_problems():
     assert problems({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, world_size=8) == []
     assert resolve_job(Config(), 2).dims == MeshShape(dp_shard=2)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from converters.assets import find_assets
 from converters.errors import CheckpointError, ConfigError
 from converters.model_info import ModelInfo
+from tests.tiny_llama import write_tokenizer
 from trainer.checkpoints.recorded import BATCH, NUM_STREAMS, OPTIMIZER_KIND, Recorded
 from trainer.config.load import by_section, load_config
 from trainer.config.sections import Config, Model
@@ -86,6 +88,21 @@ def test_the_streams_of_c4_are_kept_and_must_divide(capsys):
         resumed_job(job_of(96, training=c4), recorded(**{NUM_STREAMS: 64}))
     anew = recorded(**{BATCH: 960})  # without the data's position the number is free
     assert resumed_job(job_of(64, training=c4), anew).config.training.dataset_streams is None
+
+
+@pytest.mark.parametrize(("dataset", "num_lines"), [("c4", 1), ("jsonl", 0)])
+def test_another_reader_of_the_tokenizer_is_a_line_where_ids_are_not_kept(
+    capsys, tmp_path, monkeypatch, dataset, num_lines
+):
+    write_tokenizer(tmp_path)
+    job, info = job_of(training={"dataset": dataset}), replace(INFO, assets=find_assets(tmp_path))
+    was = Recorded(STEP, settings_of(job, info), is_partial=False)
+    say_changes(was, settings_of(job, info))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("trainer.resume.READER_VERSION", 99)
+    say_changes(was, settings_of(job, info))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == num_lines and all("tokenizer = " in line and "version 99" in line for line in lines)
 
 
 @pytest.mark.parametrize("excluded", [(), ("optimizer",)])

@@ -7,6 +7,7 @@ from time import perf_counter
 
 from converters.errors import ConfigError
 from converters.names import HF_GENERATION_CONFIG
+from converters.tokenizers.special_text import is_only_special
 from converters.tokenizers.tokenizer import Tokenizer
 from titan_tools.console import count, note, print_json, stream
 from titan_tools.infer.decoding.engine import Engine
@@ -16,7 +17,7 @@ from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.task import Work, generation_settings, num_rows
 from titan_tools.infer.tasks.results import InOrder
 from titan_tools.infer.text.channels import answer_in_template
-from titan_tools.infer.text.chat_tokens import encode_chat, is_only_special
+from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, why_empty
 
 DEFAULT_NEW_TOKENS = 128

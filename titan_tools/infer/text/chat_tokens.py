@@ -6,30 +6,13 @@ written in messages are distinguished from the template's before that text is to
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import count
 
 from converters.errors import ConfigError, TitanError
+from converters.tokenizers.special_text import special_tokens_in
 from converters.tokenizers.tokenizer import Tokenizer
 from titan_tools.infer.text.channels import TURN_ENDS, uses_channels
 from titan_tools.infer.text.chat_template import ChatTemplate, Message
-
-
-def special_tokens_in(text: str, names: frozenset[str]) -> list[str]:
-    """The special tokens written in a text, in order; the longest where one begins with another."""
-    return _pattern(names).findall(text) if names else []
-
-
-def is_only_special(text: str, names: frozenset[str]) -> bool:
-    """Whether a text consists of special tokens, with or without white space between them."""
-    return bool(names) and not _pattern(names).sub("", text).strip() and bool(text.strip())
-
-
-@lru_cache(maxsize=8)
-def _pattern(names: frozenset[str]) -> re.Pattern[str]:
-    longest_first = sorted(names, key=lambda name: (-len(name), name))
-    return re.compile("|".join(map(re.escape, longest_first)))
-
 
 _Encode = Callable[[str], list[int]]
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters that Unicode never assigns

@@ -81,7 +81,7 @@ def read(text, tokenizer, degree, count, *, batch=8, state=None, seq_len=SEQ_LEN
     def case(rank, on_each):
         loader = StreamLoader(
             text,
-            tokenizer,
+            lambda document: tokenizer.encode(document, bos=True, eos=True),
             fingerprint="f00d",
             num_streams=num_streams,
             seq_len=seq_len,

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -14,12 +15,16 @@ from converters.errors import DataError
 from converters.tokenizers.tokenizer import load_tokenizer
 from tests.torchtitan_release import write_first_run
 from tests.unit.trainer.data.test_streams import write_c4
+from trainer.config.sections import Training
 from trainer.data import streamed_text, text_index
 from trainer.data.datasets import open_dataset
+from trainer.data.document_text import before_special_token, document_encoder
 from trainer.data.index import open_index
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
+from trainer.data.sample import NO_DOCUMENTS
 from trainer.data.text_index import Preparation
+from trainer.data.training_data import open_training_data
 
 TEXTS = [f"Document {n} says that {n} is followed by {n + 1}." for n in range(200)]
 
@@ -229,3 +234,67 @@ def test_an_index_of_its_own_holds_what_prepare_would_write(preparation, index, 
     prepared = open_index(index)
     assert source.tokenizer_digests == prepared.tokenizer_digests and len(prepared.tokenizer_digests) == 2
     assert len(source.tokens("train")) == len(prepared.tokens("train")) + len(prepared.tokens("held_out"))
+
+
+# --- special tokens written in documents
+
+CHATS = ["<|end_of_text|>first<|begin_of_text|>", "nothing", "second<|end_of_text|>", "<|begin_of_tex"]
+
+
+def test_special_tokens_of_a_text_are_text_that_is_reported_or_tokens(preparation, index, tmp_path):
+    prepared, said = preparation
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CHATS))
+    special = replace(prepared, special_tokens=True)
+    tokenizer = load_tokenizer(index)
+
+    def loader(preparation):
+        source = open_dataset("jsonl", str(tmp_path / "a.jsonl"), vocab_size=300, preparation=preparation)
+        expected = [tokenizer.encode(t, bos=True, eos=True, special=preparation.special_tokens) for t in CHATS]
+        assert source.tokens("train").tolist() == sum(expected, [])
+        return TokenLoader(source, "train", seq_len=4, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0)
+
+    plain = loader(prepared)
+    assert said[1] == (
+        "special tokens written in documents are read as text: <|end_of_text|> in 2 documents, <|begin_of_text|> in 1;"
+        " training.special_tokens = true reads them as tokens"
+    )
+    with pytest.raises(DataError, match="is not that of the checkpoint"):
+        loader(special).load_state_dict(plain.state_dict())
+    assert len(said) == 3  # the second index is made, and nothing more
+    loader(prepared).load_state_dict(plain.state_dict())
+    assert len(said) == 3
+
+
+def test_the_streams_report_once_that_special_tokens_are_text(index):
+    said: list[str] = []
+    tokenizer = load_tokenizer(index)
+    as_text, as_tokens = (document_encoder(tokenizer, special_tokens=flag, say=said.append) for flag in (False, True))
+    for special, encode in ((False, as_text), (True, as_tokens)):
+        assert [encode(t) for t in CHATS] == [tokenizer.encode(t, bos=True, eos=True, special=special) for t in CHATS]
+    assert len(said) == 1 and "holds <|begin_of_text|>" in said[0] and "training.special_tokens = true" in said[0]
+
+
+def test_streamed_text_has_special_tokens_as_asked_and_another_position(preparation, tmp_path):
+    prepared, said = preparation
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in CHATS))
+    tokenizer = load_tokenizer(prepared.tokenizer)
+
+    def loader(special):
+        training = Training(dataset="c4", dataset_path=str(tmp_path / "a.jsonl"), dataset_streams=1, seq_len=50)
+        batches = {"global_batch_size": 1, "dp_rank": 0, "dp_degree": 1, "seed": 0, "documents": NO_DOCUMENTS}
+        text = replace(prepared, special_tokens=special)
+        return open_training_data(training, text, vocab_size=300, on_each=lambda work: [work()], **batches)
+
+    for special in (False, True):
+        expected = sum((tokenizer.encode(text, bos=True, eos=True, special=special) for text in CHATS), [])
+        found = next(iter(loader(special))).tokens[0].tolist()
+        assert found[: len(expected)] == expected[: len(found)]
+    assert sum("are read as text" in line for line in said) == 1
+    with pytest.raises(DataError, match="is not that of the checkpoint"):
+        loader(True).load_state_dict(loader(False).state_dict())
+
+
+def test_a_held_out_tail_begins_beside_a_special_token(index):
+    tokenizer, text = load_tokenizer(index), "ab<|end_of_text|>cd"
+    cuts = [before_special_token(tokenizer, text, cut) for cut in range(len(text) + 1)]
+    assert cuts == [0, 1, 2, *[2] * 14, 17, 18, 19]
