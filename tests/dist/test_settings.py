@@ -188,6 +188,8 @@ def test_ranks_are_given_the_time_to_join_that_is_asked_for(monkeypatch):
     def init_process_group(*args, timeout, **keys):
         raise Joined(timeout)
 
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("trainer.train.StopRequest.listen", lambda self: None)

@@ -13,12 +13,12 @@ from sentencepiece import SentencePieceProcessor
 
 from converters.assets import find_assets, write_tokenizer_for_hf
 from converters.errors import TitanError
+from converters.tokenizers.tokenizer import _FolderTokenizer
 from tests.tiny_llama import BOS, EOS, ids_of, write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.tasks.batch_lines import read_batch
 from titan_tools.infer.tasks.results import ExpectedResults, open_results
 from titan_tools.infer.tasks.results_settings import ResultsSettings, write_results_settings
-from trainer.data import tokenizer as tokenizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -215,9 +215,9 @@ def test_i4_arguments_that_are_no_text_are_reported(refused):
 def test_i4_a_line_of_10_mb_is_not_read_to_its_end(titan, hf, tmp_path, monkeypatch, how):
     """It cannot fit, which its first part tells; and of one that is cut only the end is needed."""
     line, file, read = "ab " * 3_500_000, tmp_path / "prompt", []
-    encode = tokenizers._JsonTokenizer.encode
+    encode = _FolderTokenizer.encode
     monkeypatch.setattr(
-        tokenizers._JsonTokenizer,
+        _FolderTokenizer,
         "encode",
         lambda self, text, **how: read.append(len(text)) or encode(self, text, **how),
     )

@@ -143,6 +143,7 @@ WITHOUT_EFFECT = {
         "training.dataset_path",
         "training.dataset_mix",
         "training.dataset_streams",
+        "training.special_tokens",
         "training.packing",
         "training.dataloader.pin_memory",
         "validation.dataset",
