@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceProcessor
+from transformers import AutoTokenizer
 
 from converters.assets import find_assets, write_tokenizer_for_hf
 from converters.errors import TitanError
@@ -51,15 +51,18 @@ def refused(titan, hf, untouched):
 
 
 @pytest.fixture(params=["tokenizer.model", "tokenizer.json"])
-def llama2(broken, request):
-    """The folder with the tokenizer of a Llama 2, as Meta releases it and as converted."""
+def llama2(broken, request, tmp_path):
+    """The folder with the tokenizer of a Llama 2, as published and as converted from Meta's release."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (broken / name).unlink()
     (broken / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    write_sentencepiece(broken / "tokenizer.model")
-    if request.param == "tokenizer.json":
-        write_tokenizer_for_hf(broken, find_assets(broken), vocab_size=301, max_seq_len=64)
-        (broken / "tokenizer.model").rename(broken / "its pieces")
+    if request.param == "tokenizer.model":
+        write_sentencepiece(broken / "tokenizer.model")
+    else:
+        release = tmp_path / "release"
+        release.mkdir()
+        write_sentencepiece(release / "tokenizer.model")
+        assert write_tokenizer_for_hf(broken, find_assets(release), vocab_size=301, max_seq_len=64)
     return broken
 
 
@@ -127,15 +130,14 @@ def test_i2_special_tokens_of_a_llama_2_are_nothing_too(refused, llama2, prompt)
 
 
 def test_i2_begin_of_text_of_a_llama_2(titan, llama2):
-    """Alone by a flag or written as such, else text; never doubled."""
-    (pieces,) = (path for path in llama2.iterdir() if path.name in ("tokenizer.model", "its pieces"))
-    encode = SentencePieceProcessor(model_file=str(pieces)).encode
+    """Alone by a flag; else as transformers puts it before a prompt, in which it is text unless asked otherwise."""
+    theirs = AutoTokenizer.from_pretrained(llama2)
     for prompt, expected in {
         ("", "--from-bos"): [1],
-        ("<s>", "--special-tokens"): [1],
-        ("<s>fox", "--special-tokens"): [1, *encode("fox")],
-        ("<s>fox",): [1, *encode("<s>fox")],
-        (" <fox> <s",): [1, *encode(" <fox> <s")],
+        ("<s>", "--special-tokens"): theirs("<s>").input_ids,
+        ("<s>fox", "--special-tokens"): theirs("<s>fox").input_ids,
+        ("<s>fox",): theirs("<s>fox", split_special_tokens=True).input_ids,
+        (" <fox> <s",): theirs(" <fox> <s").input_ids,
     }.items():
         output = titan("infer", llama2, "--max-new-tokens", "2", "--json", "--prompt", *prompt)
         assert result_of(output)["prompt_tokens"] == expected
@@ -145,12 +147,12 @@ def test_i2_begin_of_text_alone_by_a_flag(titan, hf):
     short = ("--max-new-tokens", "5", "--json")
     empty = result_of(titan("infer", hf, "--prompt", "", "--from-bos", *short))
     written = result_of(titan("infer", hf, "--prompt", "<|begin_of_text|>", "--special-tokens", *short))
-    assert empty["prompt_tokens"] == written["prompt_tokens"] == [BOS] and empty["tokens"] == written["tokens"]
+    assert empty["prompt_tokens"] == [BOS] and written["prompt_tokens"] == [BOS, BOS]
 
 
-def test_i2_begin_of_text_is_not_doubled_and_text_stays_text(titan, hf):
+def test_i2_begin_of_text_in_a_prompt_is_text_unless_asked_otherwise(titan, hf):
     short = ("--prompt", "<|begin_of_text|>a", "--max-new-tokens", "2", "--json")
-    assert result_of(titan("infer", hf, *short, "--special-tokens"))["prompt_tokens"] == [BOS, *ids_of("a")]
+    assert result_of(titan("infer", hf, *short, "--special-tokens"))["prompt_tokens"] == [BOS, BOS, *ids_of("a")]
     output = titan("infer", hf, *short)
     assert result_of(output)["prompt_tokens"] == [BOS, *ids_of("<|begin_of_text|>a")]
     assert "special tokens written in the prompt were read as text" in output[2]
