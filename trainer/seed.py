@@ -5,7 +5,7 @@ at any size.
 """
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER
 from converters.namings import is_named
 from trainer.chosen_model import chosen_model
-from trainer.job import Job
+from trainer.config.sections import Config
+from trainer.job import Job, resolve_job
 from trainer.machine import available_bytes, not_enough_memory
 from trainer.models.initial_weights import InitialWeights, least_cache_bytes
 
@@ -44,6 +45,11 @@ class SeedReport:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def job_of_seed(config: Config) -> Job:
+    """The job whose weights are drawn. Its ranks need not divide a global batch, which the weights do not depend on."""
+    return resolve_job(replace(config, training=replace(config.training, global_batch_size=-1)))
 
 
 def seed(

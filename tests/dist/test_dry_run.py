@@ -21,7 +21,8 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.parallel import expert_exchange
 from trainer.step import TrainStep
 
-WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--validation.no_enable"]
+WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--training.global_batch_size=-1"]
+WORDS.append("--validation.no_enable")
 
 MICROBATCHES = ["--parallelism.pipeline_parallel_microbatch_size=2", "--activation_checkpoint.mode=none"]
 

@@ -7,6 +7,7 @@ import pytest
 from tests.dist import runs
 from tests.dist.layouts import CASES, FSDP_TP_PP, GQA, MAIN, MICROBATCH, ONE_RANK, SLOW_CASES, TIED
 from tests.dist.training import Layout, compare, make_reference, train
+from trainer.config.load import load_config
 from trainer.config.sections import Config
 from trainer.job import resolve_job
 from trainer.seed import seed
@@ -147,3 +148,17 @@ def test_the_same_seed_checkpoint_gives_the_same_losses(from_seed, name, flavor)
     one, many = from_seed("one rank", flavor), from_seed(name, flavor)
     assert one.keys() == many.keys() == {1, 2, 3}
     assert list(many.values()) == pytest.approx(list(one.values()), abs=5e-6, rel=0)
+
+
+def test_the_preset_debug_has_one_ranks_losses_in_its_own_layout(pools, tmp_path):
+    data = runs.make_data(tmp_path)
+    cut = ["--training.seq_len=32", "--training.steps=3", "--metrics.log_freq=1", f"--training.dataset_path={data}"]
+    cut += ["--validation.no_enable", "--checkpoint.no_enable", "--metrics.no_enable_tensorboard"]
+    axes = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+    losses = {}
+    for ranks, words in {8: [], 1: [f"--parallelism.{axis}_degree=1" for axis in axes]}.items():
+        dump = tmp_path / str(ranks)
+        config = load_config("debug", [*cut, *words, f"--job.dump_folder={dump}"])
+        assert pools[ranks].run(runs.run, config) == [""] * ranks
+        losses[ranks] = runs.read_losses(dump)
+    assert losses[8].keys() == {1, 2, 3} and losses[8] == pytest.approx(losses[1], rel=0, abs=5e-6)

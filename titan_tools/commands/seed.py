@@ -35,10 +35,10 @@ def seed(
     from titan_tools.console import note, print_json, progress
     from trainer.chosen_model import NO_TOKENIZER
     from trainer.config.load import load_config
-    from trainer.job import resolve_job
+    from trainer.seed import job_of_seed
     from trainer.seed import seed as write_seed
 
-    job = resolve_job(load_config(config, context.args))
+    job = job_of_seed(load_config(config, context.args))
     report = write_seed(job, out, workers=workers, overwrite=overwrite, ignore_memory=ignore_memory, progress=progress)
     if not report.has_tokenizer:
         note(NO_TOKENIZER)

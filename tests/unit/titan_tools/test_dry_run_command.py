@@ -22,6 +22,7 @@ def train(titan, tmp_path, monkeypatch):
 
 def test_a_job_of_512_ranks_is_reported_on_one(train, tmp_path):
     words = ("--parallelism.data_parallel_shard_degree=-1", "--world-size=512", "--rank=257", "--training.steps=3")
+    words += ("--training.global_batch_size=512",)
     done = train("debug", "--dry-run", *words, "--json")
     assert done.returncode == 0, done.stderr
     message = json.loads(done.stdout)

@@ -24,7 +24,7 @@ from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
 from trainer.job import resolve_job
 from trainer.models.initial_weights import InitialWeights
-from trainer.seed import seed
+from trainer.seed import job_of_seed, seed
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64), debug=Debug(seed=3))
@@ -132,3 +132,10 @@ def test_a_machine_without_memory_for_the_values_drawn_at_a_time_is_refused(tmp_
     assert seed(job, tmp_path / "seed", ignore_memory=True).num_files == 1
     monkeypatch.setattr("trainer.seed.available_bytes", lambda: needed)
     assert seed(job, tmp_path / "again").num_files == 1
+
+
+def test_ranks_of_a_seed_need_not_divide_the_global_batch():
+    config = load_config("debug", ["--parallelism.data_parallel_shard_degree=16"])
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        resolve_job(config)
+    assert job_of_seed(config).dims.dp_shard == 16

@@ -376,11 +376,12 @@ def test_changes_save_what_the_closed_form_says_of_the_changed_config():
 
 
 def test_changes_of_a_run_whose_config_names_its_ranks_need_no_number_of_them():
-    config = load_config("debug", ["--parallelism.data_parallel_replicate_degree=2"])
+    words = ["--parallelism.data_parallel_replicate_degree=2", "--training.global_batch_size=-1"]
+    config = load_config("debug", words)
     found = changes(resolve_job(config), GPUS["h200"])
     assert any("shard_degree" in change.words for change in found)
     for change in found:
-        resolve_job(load_config("debug", ["--parallelism.data_parallel_replicate_degree=2", *change.words.split()]))
+        resolve_job(load_config("debug", [*words, *change.words.split()]))
 
 
 def test_a_lean_run_gets_no_suggestions():

@@ -30,7 +30,8 @@ def test_both_engines_agree_on_a_config_drawn_at_random(seed, monkeypatch):
     family, args, keys = drawn(random.Random(seed))
     monkeypatch.setitem(get_family(family).flavors, FLAVOR, args)
     flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in keys.items()]
-    config = load_config("debug", [f"--model.name={family}", f"--model.flavor={FLAVOR}", *flags])
+    fixed = [f"--model.name={family}", f"--model.flavor={FLAVOR}", "--training.global_batch_size=-1"]
+    config = load_config("debug", [*fixed, *flags])
     job = resolve_job(config)
     run = run_shape(job)
     assert not formula_gaps(job)

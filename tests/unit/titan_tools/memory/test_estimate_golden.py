@@ -45,7 +45,11 @@ THOROUGH = {
         for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
     },
     "compiled, op": ("debug", 2, f"{COMPILED} {AC}=selective --activation_checkpoint.selective_ac_option=op"),
-    "compiled, async TP": ("debug", 2, f"{COMPILED} {TP}=2 --parallelism.enable_async_tensor_parallel"),
+    "compiled, async TP": (
+        "debug",
+        2,
+        f"{COMPILED} {TP}=2 --parallelism.enable_async_tensor_parallel --training.global_batch_size=-1",
+    ),
     "compiled experts, op": (
         "qwen3_debug",
         2,

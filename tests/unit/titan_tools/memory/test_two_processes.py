@@ -113,7 +113,12 @@ def test_a_killed_process_leaves_none_behind():
 
 @pytest.mark.slow
 def test_a_pipeline_is_estimated_in_two_processes_as_in_one(monkeypatch):
-    words = ["--validation.no_enable", "--training.seq_len=16", "--training.local_batch_size=3"]
+    words = [
+        "--validation.no_enable",
+        "--training.seq_len=16",
+        "--training.local_batch_size=3",
+        "--training.global_batch_size=-1",
+    ]
     words += ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"]
     words += [f"--parallelism.{name}_degree=1" for name in ("data_parallel_shard", "tensor_parallel")]
     config = load_config("debug", [*words, "--parallelism.pipeline_parallel_microbatch_size=1"])

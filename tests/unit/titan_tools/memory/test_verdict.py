@@ -70,7 +70,8 @@ def test_symmetric_memory_counts():
 def test_each_set_of_ranks_that_communicates_has_a_communicator(degrees, wanted):
     named = {"data_parallel_shard": 2, "tensor_parallel": 1, "pipeline_parallel": 1} | degrees
     words = [f"--parallelism.{axis}_degree={degree}" for axis, degree in named.items()]
-    config = load_config("debug", [*words, "--training.mixed_precision_param=bfloat16"])
+    words += ["--training.global_batch_size=-1", "--training.mixed_precision_param=bfloat16"]
+    config = load_config("debug", words)
     found = estimate(resolve_job(config), gpu=GPUS["h200"], allocator="expandable")
     (rank,) = found.ranks
     assert rank.nvidia_smi_gib == nvidia_smi_gib(rank.reserved_bytes, num_communicators=wanted)

@@ -45,6 +45,7 @@ def make_job(schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, b
             "--validation.no_enable",
             "--training.seq_len=16",
             f"--training.local_batch_size={batch}",
+            "--training.global_batch_size=-1",
             *(f"--parallelism.{word}" for word in [*defaults, "pipeline_parallel_microbatch_size=1", *words]),
             *more,
         ],

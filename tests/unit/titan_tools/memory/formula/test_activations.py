@@ -293,7 +293,7 @@ MORE_SHARDED = [
 )
 def test_the_peak_of_a_sharded_step_is_torchs(words, monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
-    config = load_config("debug", ["--validation.no_enable", *words])
+    config = load_config("debug", ["--validation.no_enable", "--training.global_batch_size=-1", *words])
     run = replace(run_shape(resolve_job(config)), keeps_scores=False, cpu_attention=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.mesh.world_size)
     try:

@@ -53,6 +53,7 @@ def config_of(monkeypatch):
     def make(model: str, *words: str) -> Config:
         monkeypatch.setitem(LLAMA3.flavors, model, MODELS[model])
         fixed = ["--validation.no_enable", "--training.seq_len=512", "--training.local_batch_size=2", BF16]
+        fixed.append("--training.global_batch_size=-1")
         flags = [flag for word in words for flag in word.split()]
         return load_config("debug", [f"--model.flavor={model}", *fixed, *flags])
 

@@ -43,6 +43,7 @@ def make_config(flavor: str, **parallelism):
     }
     words = [f"--parallelism.{key}={value}" for key, value in parallelism.items()]
     fixed = ["--validation.no_enable", "--training.seq_len=48", "--parallelism.pipeline_parallel_microbatch_size=1"]
+    fixed.append("--training.global_batch_size=-1")
     return load_config("debug", [f"--model.flavor={flavor}", *fixed, *words])
 
 

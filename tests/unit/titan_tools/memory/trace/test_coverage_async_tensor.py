@@ -162,6 +162,7 @@ def test_symmetric_memory_is_reported_in_addition_to_reserved_memory(capsys):
     words = ["parallelism.tensor_parallel_degree=2", "parallelism.enable_async_tensor_parallel", "compile.enable"]
     words += ["parallelism.data_parallel_shard_degree=2", "parallelism.pipeline_parallel_degree=1"]
     words += ["training.mixed_precision_param=bfloat16", "training.local_batch_size=64", "training.seq_len=256"]
+    words.append("training.global_batch_size=-1")
     settings = {"world_size": 4, "gpu_text": "h100-80"}
     found = {}
     for is_async in ("true", "false"):
