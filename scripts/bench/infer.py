@@ -282,7 +282,10 @@ def prepare(work: Path, form: str, llama: Mapping[str, Any], sizes: Mapping[str,
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer.json as large as Llama 3's: tokens are all pairs of bytes, and pairs followed by one byte."""
+    """A tokenizer.json as large as Llama 3's: tokens are all pairs of bytes, and pairs followed by one byte.
+
+    Eight rows stay free for the special tokens that a family's tokenizer class has by itself.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -295,7 +298,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens[:num])}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([f"<|{n}|>" for n in range(vocab_size - num)])
+    tokenizer.add_special_tokens([f"<|{n}|>" for n in range(vocab_size - num - 8)])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
