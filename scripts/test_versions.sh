@@ -22,10 +22,12 @@ sample=(
     tests/unit/trainer/test_{mesh,process_group,process_group_gloo,rendezvous}.py
     tests/dist/test_{parity,ddp,one_rank,stock_dcp}.py
     # torch: DCP's and torch.save's files; the dispatcher, Inductor and the allocator behind estimates
-    tests/unit/trainer/checkpoints tests/unit/converters/containers
+    tests/unit/trainer/checkpoints
+    tests/unit/converters/containers/test_{dcp,dcp_write,safe_pickle,safetensors,stored_zip,target,torch_file,torch_write}.py
     tests/unit/titan_tools/memory/{trace,replay}
     # torchao: float8 training, quantized weights, optimizer states
-    tests/dist/test_float8.py tests/unit/titan_tools/infer/model tests/unit/converters/test_{torchao_states,mxfp4}.py
+    tests/dist/test_float8.py tests/unit/titan_tools/infer/model/test_{compiling,linear,mxfp4_blocks,quantize,tensor_parallel}.py
+    tests/unit/converters/test_{torchao_states,mxfp4}.py
     # transformers: logits, tokenizers, chat templates
     tests/unit/titan_tools/infer/{text,test_families.py} tests/unit/converters/tokenizers
     # huggingface_hub
@@ -35,7 +37,7 @@ sample=(
 )
 # Installed after the others: torchtune needs an older torchao than the newest.
 torchtune_sample=(tests/unit/converters/{torchtune,test_torchao_states.py} tests/unit/titan_tools/infer/model/test_quantize.py
-    tests/unit/trainer/parallel/test_float8.py tests/dist/test_float8.py)
+    tests/unit/trainer/parallel/test_float8.py)
 
 interpreter() { # interpreter 3.12: its path, or nothing
     local variable=PYTHON${1/./} found
