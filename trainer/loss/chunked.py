@@ -82,6 +82,7 @@ class ChunkedOutput:
                 chunk_1TD = wrap(h_1TD).detach().requires_grad_()
                 loss = self._loss_sum(self._project(chunk_1TD), targets_1T)
             grad_chunk, *grads = torch.autograd.grad(loss, [chunk_1TD, *parameters])
+            wait_for_autograd_thread(total)
             total += loss.detach()
             grad_1TD.copy_(_local_as(grad_chunk, [Partial()]))
             _add_up(sums, parameters, grads, num_chunks=len(chunks))
@@ -97,6 +98,20 @@ class ChunkedOutput:
 
     def _split(self, h_BLD: Tensor) -> Sequence[Tensor]:
         return torch.split(h_BLD.reshape(1, -1, h_BLD.shape[-1]), self._chunk_tokens, dim=1)
+
+
+def wait_for_autograd_thread(tensor: Tensor) -> None:
+    """Wait until the autograd thread of a tensor's device has dropped the gradients that it returned last.
+
+    That thread wakes the caller of `torch.autograd.grad` before it drops its own reference to the results
+    (`Engine::thread_main`, torch/csrc/autograd/engine.cpp). Preempted in between, on a busy host, it keeps gradients as
+    large as the output beside the next chunk's logits. It runs one task after the other: when it has run another one,
+    the last one is over.
+    """
+    leaf = tensor.detach().requires_grad_()
+    with torch.enable_grad():
+        view = leaf.view_as(leaf)  # no kernel, no memory
+    torch.autograd.grad(view, leaf, tensor.detach())
 
 
 class _ChunkedLossSum(torch.autograd.Function):
