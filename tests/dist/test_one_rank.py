@@ -34,7 +34,7 @@ LAYOUTS = {
     "float8": Layout("", 1, {}, BF16, FLOAT8 | FULL),
     "bf16 moments": Layout("", 1, {}, BF16, {"optimizer": {"state_dtype": "bfloat16"}}),
 }
-OFTEN = {"accumulated", "bf16 weights", "compiled"}  # with full checkpointing, and by operation
+OFTEN = {"debug_gqa": {"bf16 weights", "compiled"}, "qwen3/debug_moe_mixed": {"accumulated"}}
 NUM_STEPS = 20
 
 
@@ -61,7 +61,7 @@ FLAVORS = [
 
 
 def _is_slow(flavor: str, name: str) -> bool:
-    return name not in {"debug_gqa": OFTEN, "qwen3/debug_moe_mixed": {"accumulated"}}.get(flavor, ())
+    return name not in OFTEN.get(flavor, ())
 
 
 @pytest.mark.parametrize(

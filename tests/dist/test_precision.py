@@ -189,7 +189,10 @@ def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_pat
     assert "moments are not cast: set optimizer.state_dtype" in output
 
 
-@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}], ids=["fsdp 2", "tp 2"])
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({}, id="fsdp 2"), pytest.param({"tensor_parallel_degree": 2}, id="tp 2", marks=pytest.mark.slow)],
+)
 def test_a_cpu_without_bf16_products_trains_in_bf16_with_fp32_products(pools, data, tmp_path, degrees):
     """Within the rounding of bf16: of the difference that bf16 makes at all."""
     found = {}

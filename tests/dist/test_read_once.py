@@ -146,7 +146,9 @@ def test_a_resume_reads_what_the_rank_holds(pools, saved, saved_in, layout):
 
 
 @pytest.mark.parametrize("layout", [FSDP2_TP2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=lambda one: one.name)
-@pytest.mark.parametrize("available", [1 << 40, 0], ids=["one read", "two reads"])
+@pytest.mark.parametrize(
+    "available", [pytest.param(1 << 40, id="one read"), pytest.param(0, id="two reads", marks=pytest.mark.slow)]
+)
 def test_a_flipped_bit_is_found_before_any_rank_changes_a_weight(pools, saved, tmp_path, layout, available):
     """In values, in what is around them, and in files that no rank but one reads."""
     step = saved(FSDP2) / "step-1"
