@@ -87,6 +87,7 @@ CASES = [
     # experts on several ranks: whole ones, of each token shard; slices; cut along their columns
     (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED),
     (EP2_EFSDP2, OF_TWO),
+    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
     # latent attention: latents of token shards, whose weights are whole on every rank; gathered over context ranks
     (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
     (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), V2_LITE),
@@ -124,7 +125,6 @@ OF_STAGES = [  # without a split backward, which masks do not take
 ]
 SLOW_CASES = [
     (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), MIXED),
-    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
     (Layout("fsdp 2", 2), EVERY),
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), EVERY),
     (Layout("fsdp 2 pp 2", 4, {PP: 2, MICROBATCH: 2}), EVERY),
