@@ -39,12 +39,13 @@ class BiasedExperts(nn.Module):
         rows_R = torch.arange(x_RD.shape[0], dtype=ends_L.dtype, device=ends_L.device)
         experts_R = torch.searchsorted(ends_L, rows_R, right=True)
         hidden_RG = grouped_product(x_RD, weights[0], ends_L)
-        hidden_RG = _AddBias.apply(hidden_RG, biases[0], experts_R, ends_L, True)  # type: ignore[no-untyped-call]
+        bias_RG: Tensor = _BiasOfRows.apply(biases[0], experts_R, ends_L, True)  # type: ignore[no-untyped-call]
+        hidden_RG = bias_RG.add_(hidden_RG)
         out_RD = grouped_product(clamped_swiglu(hidden_RG, self.clamp), weights[1], ends_L)
-        biased_RD: Tensor = _AddBias.apply(  # type: ignore[no-untyped-call]
-            out_RD, biases[1], experts_R, ends_L, self.adds_last_bias
+        bias_RD: Tensor = _BiasOfRows.apply(  # type: ignore[no-untyped-call]
+            biases[1], experts_R, ends_L, self.adds_last_bias
         )
-        return biased_RD
+        return bias_RD.add_(out_RD)
 
 
 def clamped_swiglu(x_RG: Tensor, clamp: float) -> Tensor:
@@ -58,21 +59,22 @@ def clamped_swiglu(x_RG: Tensor, clamp: float) -> Tensor:
     return hidden_RF
 
 
-class _AddBias(Function):
-    """Each row plus its expert's bias, if `adds`; the gradient is that of a bias which is added.
+class _BiasOfRows(Function):
+    """The bias of each row's expert, or zeros unless `adds`; the gradient is that of a bias which is added.
 
     So the ranks that hold slices of an expert all have the whole gradient of a bias that one of them adds. It is a
-    product with ones, which adds up in a fixed order.
+    product with ones, which adds up in a fixed order. The caller adds in place, as torch 2.11 compiles a function that
+    changes what it returns in place to one whose inputs get zeros as gradients (pytorch#180642).
     """
 
     @staticmethod
-    def forward(ctx: Any, x_RO: Tensor, bias_LO: Tensor, experts_R: Tensor, ends_L: Tensor, adds: bool) -> Tensor:
+    def forward(ctx: Any, bias_LO: Tensor, experts_R: Tensor, ends_L: Tensor, adds: bool) -> Tensor:
         ctx.save_for_backward(ends_L)
-        return (bias_LO * float(adds)).index_select(0, experts_R).add_(x_RO)
+        return (bias_LO * float(adds)).index_select(0, experts_R)
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None]:
         (ends_L,) = ctx.saved_tensors
         ones = grad_RO.new_ones(grad_RO.shape[0], _MULTIPLE)
         grad_LO = grouped_outer(grad_RO, ones, ends_L)[..., 0].contiguous()
-        return grad_RO, grad_LO, None, None, None
+        return grad_LO, None, None, None
