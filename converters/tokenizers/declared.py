@@ -18,6 +18,7 @@ from converters.names import ADDED_TOKENS, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 Token = str | AddedToken
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA, _ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
+_OF_MODEL = "model_specific_special_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ def _read_declared(assets: Mapping[str, Path], described: Iterable[Any] | None) 
     named = {key: settings.pop(key) for key in own}
     if isinstance(settings.get(_EXTRA), dict):
         named |= settings.pop(_EXTRA)
+    of_model = settings.pop(_OF_MODEL, None)
+    named = named or dict(of_model or {})
 
     added: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in settings:

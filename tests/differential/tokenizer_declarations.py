@@ -118,6 +118,7 @@ DECLARATIONS: dict[str, Callable[[Path], None]] = {
         extra_special_tokens=[START, token(STOP, typed=True, rstrip=True), token(TOOL, typed=True, lstrip=True)]
     ),
     "extra_special_tokens, named": _setting(extra_special_tokens={"start_token": START, "tool_token": TOOL}),
+    "names of the model": _setting(model_specific_special_tokens={"image_token": TOOL, "x": token(START, typed=True)}),
     "names of its own": _setting(image_token=START, turn_token=token(TOOL, typed=True), eos_token=STOP),
     "begin and end": _setting(bos_token=START, eos_token=token(STOP, typed=True, normalized=True)),
     "no begin": _setting(bos_token=None, add_bos_token=False),

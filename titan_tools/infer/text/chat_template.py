@@ -99,9 +99,10 @@ def read_template(folder: Path) -> ChatTemplate:
     """
     assets = find_assets(folder)
     names, settings = _declared(assets)
-    files = {name: assets[name] for name in assets if name == _JINJA or name.startswith(f"{CHAT_TEMPLATES}/")}
-    if files:
-        by_name = {"default" if name == _JINJA else Path(name).stem: path for name, path in sorted(files.items())}
+    names_of_files = [_JINJA, *sorted(name for name in assets if name.startswith(f"{CHAT_TEMPLATES}/"))]
+    files = {name: assets[name] for name in names_of_files if name in assets}
+    if files:  # a default one in the folder of templates precedes the file beside it
+        by_name = {"default" if name == _JINJA else Path(name).stem: path for name, path in files.items()}
         if (path := by_name.get("default")) is not None:
             return ChatTemplate(_read_text(path), names, str(path))
         raise _no_template(folder, f"there is {', '.join(sorted(files))}, but no default template")

@@ -158,6 +158,20 @@ def test_special_tokens_are_those_of_transformers(tmp_path):
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>", "unk_token": "<s>"}))
     assert read_template(folder).special_tokens == AutoTokenizer.from_pretrained(folder).special_tokens_map
     assert read_template(folder).special_tokens["eos_token"] == "<|im_end|>"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["model_specific_special_tokens"] = {"image_token": "<|image|>"}  # as save_pretrained of transformers 5
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_template(folder).special_tokens == AutoTokenizer.from_pretrained(folder).special_tokens_map
+    assert read_template(folder).special_tokens["image_token"] == "<|image|>"
+
+
+def test_a_default_template_in_the_folder_of_templates_comes_first(tmp_path):
+    folder = write_tokenizer(tmp_path / "checkpoint", CHATML)
+    (folder / "chat_template.jinja").write_text("of the file")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "default.jinja").write_text("of the folder")
+    theirs = AutoTokenizer.from_pretrained(folder).get_chat_template()
+    assert read_template(folder).source == theirs == "of the folder"
 
 
 def test_no_template_is_reported(tmp_path):
