@@ -161,10 +161,10 @@ _OTHERS = """
     MobileBertTokenizer MvpTokenizer MyT5Tokenizer NllbTokenizer NougatTokenizer OpenAIGPTTokenizer PLBartTokenizer
     ParakeetTokenizer PegasusTokenizer PerceiverTokenizer PhobertTokenizer Pop2PianoTokenizer ProphetNetTokenizer
     RagTokenizer ReformerTokenizer RemBertTokenizer RoCBertTokenizer RoFormerTokenizer RobertaTokenizer
-    SeamlessM4TTokenizer Siglip2Tokenizer SiglipTokenizer Speech2TextTokenizer SpeechT5Tokenizer SplinterTokenizer
-    SqueezeBertTokenizer T5Tokenizer TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer VitsTokenizer
-    Wav2Vec2CTCTokenizer Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer XLMTokenizer
-    XLNetTokenizer"""
+    SeamlessM4TTokenizer SentencePieceBackend Siglip2Tokenizer SiglipTokenizer Speech2TextTokenizer SpeechT5Tokenizer
+    SplinterTokenizer SqueezeBertTokenizer T5Tokenizer TapasTokenizer Tipsv2Tokenizer UdopTokenizer VideoPrismTokenizer
+    VitsTokenizer Wav2Vec2CTCTokenizer Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer
+    XLMTokenizer XLNetTokenizer"""
 OTHERS = frozenset(_OTHERS.split())
 # The class of a model type, which reads where tokenizer_config.json names none
 _OF_TYPES = {

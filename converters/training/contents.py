@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 from converters.catalog import Catalog
@@ -82,7 +83,8 @@ def _refuse_left_behind(
     if names.keep_places:
         return
     shapes = {shape for shape in names.shapes.values() if len(shape) > 1}
-    left = [name for name in others if _follows_a_parameter(reader, names, shapes, name)]
+    num_weights = sum(map(prod, names.shapes.values()))
+    left = [name for name in others if _follows_parameters(reader, names, shapes, num_weights, name)]
     if left:
         found = dict.fromkeys(sections[name] for name in left)
         raise CheckpointError(
@@ -93,17 +95,20 @@ def _refuse_left_behind(
         )
 
 
-def _follows_a_parameter(
-    reader: CatalogReader, names: ParameterNames, shapes: Collection[tuple[int, ...]], name: str
+def _follows_parameters(
+    reader: CatalogReader, names: ParameterNames, shapes: Collection[tuple[int, ...]], num_weights: int, name: str
 ) -> bool:
-    """Whether an entry of an unknown kind has the name or shape of a weight, or is an optimizer's, but for numbers."""
+    """Whether an entry of an unknown kind is as weights are.
+
+    It has the name or shape of one, the numbers of all in one row, or is an optimizer's, but for numbers.
+    """
     is_of_optimizer = IN_OPTIMIZER.search(name) is not None
     if name in reader.catalog.blobs:
         return is_of_optimizer and not _is_plain(reader, name)
     info, keys = reader.tensors[name], name.split(".")
     if is_of_optimizer and info.shape:
         return True
-    if info.shape in shapes and DTYPES[info.dtype].is_floating:
+    if DTYPES[info.dtype].is_floating and (info.shape in shapes or prod(info.shape) >= num_weights):
         return True
     spans = ((start, end) for start in range(len(keys)) for end in range(start + 1, len(keys) + 1))
     return bool(info.shape) and any(".".join(keys[start:end]) in names.spelled for start, end in spans)

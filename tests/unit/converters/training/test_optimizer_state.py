@@ -391,9 +391,10 @@ COPIES = {name: state["exp_avg"] for name, state in DICTS.items()}
         ({"averaged": {n: t for n, t in COPIES.items() if "norm" in n}}, "averaged"),  # by name
         ({"train_state": {"momentum": COPIES["model.layers.0.self_attn.q_proj.weight"]}}, "train_state"),
         ({"optim_states": {"flat": torch.zeros(5000)}}, "optim_states"),
+        ({"adam": {"exp_avg": torch.cat([t.flatten() for t in COPIES.values()])}}, "adam"),
         ({"optim_states": PurePosixPath("an object")}, "optim_states"),  # pickled
     ],
-    ids=["by kind", "masters in it", "by shape", "by name", "one", "flat", "pickled"],
+    ids=["by kind", "masters in it", "by shape", "by name", "one", "flat", "flat, all", "pickled"],
 )
 def test_what_follows_a_parameter_is_refused_where_that_moves(sections, dropped, tmp_path):
     save(tmp_path / "hf", {"model": hf_names(weights()), "epoch": 3, **sections})
