@@ -3,15 +3,31 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.dist import runs
-from tests.dist.layouts import CASES, FSDP_TP_PP, GQA, MAIN, MICROBATCH, ONE_RANK, SLOW_CASES, TIED
+from tests.dist.layouts import (
+    AOT_EAGER,
+    CASES,
+    FSDP_TP_PP,
+    FULL,
+    GQA,
+    MAIN,
+    MICROBATCH,
+    ONE_RANK,
+    QWEN_GQA,
+    SLOW_CASES,
+    TIED,
+    TP,
+)
 from tests.dist.training import Layout, compare, make_reference, train
 from trainer.config.load import load_config
-from trainer.config.sections import Config
+from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.job import resolve_job
+from trainer.parallel.compile import _confuses_saved_tensors
 from trainer.seed import seed
 
+CPU = torch.device("cpu")
 STEPS = 30  # in the slow set
 FEW_STEPS = 3
 
@@ -83,6 +99,16 @@ def test_a_layout_equals_one_rank_over_many_steps(one_rank, compared, case):
     layout, flavor = case
     one, _ = one_rank(flavor, STEPS)
     assert_equal_to_one_rank(one, compared(layout, flavor, STEPS), one["fqns"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_confuses_saved_tensors(ActivationCheckpoint(**FULL), CPU), reason="refused with this torch")
+@pytest.mark.parametrize("flavor", [GQA, QWEN_GQA])
+def test_compiled_layers_that_are_recomputed_whole_equal_one_rank(one_rank, compared, flavor):
+    again = {"compile": AOT_EAGER, "activation_checkpoint": FULL}
+    layout = Layout("compiled, full recomputation, tp 2", 2, {TP: 2}, sections=again)
+    one, _ = one_rank(flavor, FEW_STEPS)
+    assert_equal_to_one_rank(one, compared(layout, flavor, FEW_STEPS), one["fqns"])
 
 
 BY_NAME = {layout.name: layout for layout, _ in CASES}

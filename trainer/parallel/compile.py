@@ -65,13 +65,29 @@ def _confuses_saved_tensors(recompute: ActivationCheckpoint, device: torch.devic
     """Whether this torch mixes up the inputs of a compiled backward under tensor parallelism.
 
     torch 2.13 saves a DTensor's mesh as the last input of backward, and then appends a CPU's random state to it.
-    A GPU's random state is saved elsewhere, and earlier versions save no mesh.
+    A GPU's random state is saved elsewhere, earlier versions save no mesh, and 2.15 saves no random state for attention
+    without dropout, which is the one operation of a model that could need it.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     is_whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
-    keeps_mesh = any("Opaque" in base.__name__ for base in DeviceMesh.__mro__)
-    return device.type == "cpu" and is_whole and keeps_mesh
+    return device.type == "cpu" and is_whole and _saves_meshes_and_random_states()
+
+
+def _saves_meshes_and_random_states() -> bool:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.fx import Graph, GraphModule
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    try:
+        from torch._functorch.partitioners import has_recomputable_rng_ops
+        from torch._library.opaque_object import is_opaque_type
+    except ImportError:  # newer than 2.15
+        return False
+    graph = Graph()
+    inputs = tuple(map(graph.placeholder, "qkv"))
+    attention = graph.call_function(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, inputs)
+    attention.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    return is_opaque_type(DeviceMesh) and has_recomputable_rng_ops(GraphModule(torch.nn.Module(), graph))
 
 
 def why_inductor_cannot(device: torch.device) -> str | None:
