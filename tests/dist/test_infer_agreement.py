@@ -90,7 +90,7 @@ class Splitting:
 def make_machine_group(machines):
     """Case: the sum over the ranks of this machine, and the splits of the world that making its group took."""
     bound, usual = Splitting(), distributed_c10d._get_split_source
-    distributed_c10d._get_split_source = lambda group: bound
+    distributed_c10d._get_split_source = lambda *_: bound
     world = dist.group.WORLD
     world.bound_device_id = torch.device("cuda", 0)
     try:

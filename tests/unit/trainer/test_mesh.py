@@ -106,11 +106,15 @@ def test_nccl_that_is_bound_to_a_device_is_split_once_for_all_groups_of_an_axis(
 
     def split(split_ranks, group_desc):
         asked.append((group_desc, split_ranks))
-        return dist.new_subgroups_by_enumeration(split_ranks)[0]
+        world.bound_device_id = None  # or torch would split the fake group, too
+        group, _ = dist.new_subgroups_by_enumeration(split_ranks)
+        world.bound_device_id = torch.device("cuda", 0)
+        return group
 
     with fake_ranks(8, rank=5):
         monkeypatch.setattr(dist, "split_group", split)
-        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        world = dist.group.WORLD
+        world.bound_device_id = torch.device("cuda", 0)
         make_meshes(MeshShape(dp_shard=4, tp=2), "cpu")
     fsdp = [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert asked == [("mesh_fsdp", fsdp), ("mesh_tp", [[0, 1], [2, 3], [4, 5], [6, 7]])]
