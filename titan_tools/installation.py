@@ -66,7 +66,7 @@ def explain(error: BaseException) -> Problem | None:
     for file in changed:  # maybe by the user
         if owner := _owner(file):
             return _overwritten(file, owner)
-    return _unmet(own, with_theirs=isinstance(error, ImportError)) or _untested_torch(error)
+    return _unmet(own, with_missing=isinstance(error, ImportError)) or _untested_torch(error)
 
 
 def note_on_torch() -> str:
@@ -126,34 +126,37 @@ def _incomplete(missing: Sequence[Path]) -> Problem:
     )
 
 
-def _unmet(own: Distribution, *, with_theirs: bool) -> Problem | None:
-    """What titan needs, and with `with_theirs` what that needs in turn, and is not installed in a version that fits."""
+def _unmet(own: Distribution, *, with_missing: bool) -> Problem | None:
+    """Requirements that are installed in a version that does not fit; with `with_missing`, for a failed import, also what
+    is not installed, and the requirements of requirements. An environment without torch is no fault by itself."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
         return Problem("titan needs packaging, and it is not installed", tries=(f"{_pip()} install packaging",))
-    wrong: dict[str, str] = {}
+    wrong: dict[tuple[str, str], list[str]] = {}  # requirements by who has them, and what is wrong
     seen, left = {own.name}, [own]
     while left:
         user = left.pop(0)
         for need in map(Requirement, user.requires or ()):
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):
                 continue
+            required = f"{need.name}{need.specifier}"
             try:
                 found = distribution(need.name)
             except PackageNotFoundError:
-                wrong[f"{need.name}{need.specifier}"] = f"{user.name} needs it, and it is not installed"
+                if with_missing:
+                    wrong.setdefault((user.name, "not installed"), []).append(required)
                 continue
             if not need.specifier.contains(found.version, prereleases=True):
-                wrong[f"{need.name}{need.specifier}"] = f"{user.name} needs it, and {found.version} is installed"
-            if with_theirs and found.name not in seen:
+                wrong.setdefault((user.name, f"{found.version} is installed"), []).append(required)
+            if with_missing and found.name not in seen:
                 seen.add(found.name)
                 left.append(found)
     if not wrong:
         return None
     return Problem(
-        "; ".join(f"{need}: {why}" for need, why in wrong.items()),
-        tries=(f"{_pip()} install {' '.join(map(shlex.quote, wrong))}",),
+        "; ".join(f"{user} needs {', '.join(needs)}: {why}" for (user, why), needs in wrong.items()),
+        tries=(f"{_pip()} install {' '.join(shlex.quote(need) for needs in wrong.values() for need in needs)}",),
     )
 
 
