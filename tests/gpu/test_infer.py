@@ -51,14 +51,20 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("hf")
+def written(tmp_path_factory):
+    """A folder, and transformers' model, on the CPU, read back from it."""
+    folder = tmp_path_factory.mktemp("hf")
+    return folder, write_llama(folder, **NUMBERS)
 
 
 @pytest.fixture(scope="module")
-def reference(folder):
-    """transformers' model, on the CPU, read back from where it was saved."""
-    return write_llama(folder, **NUMBERS)
+def folder(written):
+    return written[0]
+
+
+@pytest.fixture(scope="module")
+def reference(written):
+    return written[1]
 
 
 def tokens_of(num, *, seed=0):
@@ -230,6 +236,14 @@ def test_rows_of_a_batch_in_eight_bits_are_those_of_each_alone(reference, folder
     assert differing <= 16  # a close call of one row changes what follows it
 
 
+def ordinals(codes):
+    """Numbers in the order of the codes: neighbours differ by 1."""
+    if codes.dtype == torch.int8:
+        return codes.int()
+    bits = codes.view(torch.uint8).int()
+    return torch.where(bits < 128, bits, 128 - bits)
+
+
 @pytest.mark.parametrize("shape", [(301, 45), (1000, 512), (5, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("how", ["int8", "float8"])
@@ -237,12 +251,17 @@ def test_a_product_of_eight_bits_is_that_of_the_rounded_weight(how, dtype, shape
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(shape, generator=generator) * torch.logspace(-4, 1, shape[0])[:, None]
     weight, on_cpu = quantize_weight(exact.to(GPU, dtype), how), quantize_weight(exact.to(dtype), how)
-    assert torch.equal(weight.data_NK.cpu().float(), on_cpu.data_NK.float())
+    # torch divides by a number on a GPU as it multiplies by its reciprocal: a scale differs by a few units of 2**-24
+    # from the CPU's, and a quotient, of at most 448, by less than 2**-12 of a step. Those so near the middle of two
+    # codes are rounded to the other one: 0.02 % of all, and exact middles, which are rare
+    torch.testing.assert_close(weight.scale_N.cpu().float(), on_cpu.scale_N.float(), rtol=2**-21, atol=0)
+    steps = (ordinals(weight.data_NK.cpu()) - ordinals(on_cpu.data_NK)).abs()
+    assert steps.max() <= 1 and steps.float().mean() <= 0.01
     for num_rows in (1, 3, 70):
         x = torch.randn(num_rows, 1, shape[1], generator=generator).to(dtype)
         with torch.inference_mode():
             found = F.linear(x.to(GPU), weight)
-        truth = F.linear(x.double(), on_cpu.dequantize().double())
+        truth = F.linear(x.double(), weight.dequantize().double().cpu())
         assert found.dtype == dtype
         assert (found.cpu().double() - truth).norm() <= (8e-3 if dtype == torch.bfloat16 else 1e-5) * truth.norm()
 

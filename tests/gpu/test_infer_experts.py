@@ -20,14 +20,20 @@ ENGINES = [{"static": False}, {"static": True}, {"compile": True}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("experts")
+def written(tmp_path_factory):
+    """A folder, and transformers' model of it, on the CPU."""
+    folder = tmp_path_factory.mktemp("experts")
+    return folder, write_experts(folder, **NUMBERS)
 
 
 @pytest.fixture(scope="module")
-def reference(folder):
-    """transformers' model, on the CPU."""
-    return write_experts(folder, **NUMBERS)
+def folder(written):
+    return written[0]
+
+
+@pytest.fixture(scope="module")
+def reference(written):
+    return written[1]
 
 
 def logits_of(model, *, rows=1, **engine):

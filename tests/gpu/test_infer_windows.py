@@ -9,7 +9,7 @@ from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
 from tests.tiny_reach import NUMBERS, load_native, their_model
 from titan_tools.infer.decoding.attention import can_flash
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.static_decode import can_split
+from titan_tools.infer.decoding.static_decode import _is_right, can_split
 from titan_tools.infer.model import mxfp4_blocks
 from titan_tools.infer.model.load import load_model
 from titan_tools.infer.model.quantize import STORED
@@ -24,22 +24,34 @@ def test_sinks_use_flash_attention_from_ampere_on():
     is_known = torch.cuda.get_device_capability(GPU) >= (8, 0)
     for head_dim in (64, 128):
         assert can_flash(GPU, torch.bfloat16, head_dim) == is_known
-        assert can_split(GPU, torch.bfloat16, head_dim, sinks=True) == is_known
+        cases = {(heads, length): {"num_heads": heads, "length": length} for heads in (2, 8) for length in (128, 512)}
+        right = {case: _is_right(GPU, torch.bfloat16, head_dim, sinks=True, **each) for case, each in cases.items()}
+        assert can_split(GPU, torch.bfloat16, head_dim, sinks=True) == is_known, right
     assert not can_flash(GPU, torch.float32, 64)
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-3), ("bfloat16", 0.1)])
-def test_prompts_and_recorded_steps_say_what_transformers_says(name, dtype, allowed):
-    theirs = their_model(name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_and_recorded_steps_say_what_transformers_says(name, dtype):
+    """In bfloat16 every expert is chosen: else a rounded router decides otherwise at a near tie, as transformers' does.
+
+    The error then is at most 1.5 times that of transformers' model in bfloat16: as many roundings, of the same size.
+    On a CPU it is 0.9 to 1.1 times that (transformers': 0.20, 0.046 and 0.042 of the logits).
+    """
+    numbers = {} if dtype == "float32" else {"num_experts_per_tok": NUMBERS[name]["num_local_experts"]}
+    theirs = their_model(name, **numbers)
     with torch.inference_mode():
         expected = theirs(torch.tensor([TEXT])).logits[0, 29:]
-    engine = Engine(load_native(theirs, name, dtype=dtype, device=GPU), rows=2, room=64)
+    engine = Engine(load_native(theirs, name, dtype=dtype, device=GPU, numbers=numbers), rows=2, room=64)
     engine.prefill(1, TEXT[:9])
     said = [engine.prefill(0, TEXT[:17]), engine.prefill(0, TEXT[:30], keep=17)]
     said += [engine.decode([token, 5])[0] for token in TEXT[30:]]
     found = torch.stack(said[1:]).float().cpu()
-    assert (found - expected).norm() < allowed * expected.norm()
+    allowed = 1e-3 * expected.norm()
+    if dtype == "bfloat16":
+        with torch.inference_mode():
+            allowed = 1.5 * (theirs.bfloat16()(torch.tensor([TEXT])).logits[0, 29:].float() - expected).norm()
+    assert (found - expected).norm() < allowed
 
 
 def test_codes_of_experts_are_multiplied_as_they_are(tmp_path):

@@ -64,7 +64,8 @@ def test_attention_in_bf16_is_that_in_fp32(compiled):
 def test_a_compiled_layer_of_8b_has_the_gradients_of_the_eager_one():
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Transformer(replace(FLAVORS["8B"], num_layers=1, vocab_size=1024)).bfloat16()
+        # `.cuda()` for the rotary frequencies, which are always computed on the CPU
+        model = Transformer(replace(FLAVORS["8B"], num_layers=1, vocab_size=1024)).cuda().bfloat16()
         tokens = torch.randint(1024, (1, SEQ_LEN))
     gradients = []
     for compiled in (False, True):

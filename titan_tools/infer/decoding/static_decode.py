@@ -59,20 +59,17 @@ class SplitKeys:
         out_BNH: Tensor = found[0]
         if sinks_N is not None:
             sinks_N = sinks_N.repeat_interleave(2) if is_alone else sinks_N
-            lse_BN = sums_by_row(found[1], self.num, layer.keys_RKTH.shape[1])
-            out_BNH = with_share(out_BNH, lse_BN, sinks_N)
+            out_BNH = with_share(out_BNH, sums_by_row(found[1]), sinks_N)
         return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
 
 
-def sums_by_row(lse: Tensor, num_rows: int, num_kv_heads: int) -> Tensor:
-    """[B, N] of the sums that the kernel returns for one query in each row: it has the heads of a KV head as queries.
+def sums_by_row(lse: Tensor) -> Tensor:
+    """[B, N] of the sums that the kernel returns for one query in each row. Their shape varies with torch's version.
 
-    Their shape varies with torch's version. Of two dims, each KV head has its rows in turn.
+    [B, N, 1]; or [N, B], as its function for packed sequences returns them: the kernel takes the heads of a KV head as
+    queries, and then writes (KV head, query, row).
     """
-    if lse.dim() == 3:  # [B, N, 1]
-        return lse.squeeze(-1)
-    lse_KBG: Tensor = lse.reshape(num_kv_heads, num_rows, -1)
-    return lse_KBG.transpose(0, 1).flatten(1)
+    return lse.squeeze(-1) if lse.dim() == 3 else lse.T
 
 
 @cache

@@ -106,9 +106,8 @@ def flash_attention(
         k, v = (x.repeat_interleave(q.shape[1] // len(x), dim=0) for x in seen)
         scores = (q_NH[:, None] @ k.mT)[:, 0] * (scale or q.shape[-1] ** -0.5)
         out.append((scores.softmax(-1)[:, None] @ v)[:, 0])
-        sums.append(scores.logsumexp(-1).unflatten(0, (keys.shape[1], -1)))
-    lse = torch.stack(sums, dim=1)  # each KV head has its rows in turn
-    return torch.stack(out), lse.flatten(0, 1).flatten().view(q.shape[1], -1), None, None, None
+        sums.append(scores.logsumexp(-1))
+    return torch.stack(out), torch.stack(sums, dim=1), None, None, None
 
 
 @pytest.mark.parametrize(
