@@ -2,9 +2,11 @@
 
 python scripts/bench/step_trace.py run/profile_traces/iteration_20/rank0_trace.json
 
-The step is the trace's last `ProfilerStep#N`. On a GPU: time by kind of kernel, the 30 longest kernels, the attention
-kernels, the share of the step in which no kernel runs, and the calls in which the host waits for the GPU. On a CPU: the
-self time of each operator over all threads, and the time outside of matrix products.
+The step is the trace's last `ProfilerStep#N`. On a GPU it is all that this step of the host launched, from its first
+kernel to the end of its last: the update's kernels run when the host is already in the next step, or stops recording.
+Time by kind of kernel, the 30 longest kernels, the attention kernels, the share of the step in which no kernel runs,
+and the calls in which the host waits for the GPU. On a CPU: the self time of each operator over all threads, and the
+time outside of matrix products.
 """
 
 import json
@@ -36,21 +38,32 @@ def summarize(trace: Mapping[str, Any]) -> dict[str, Any]:
     step = max(steps, key=lambda event: event["ts"])
     start, end = step["ts"], step["ts"] + step["dur"]
     inside = [event for event in events if start <= event["ts"] < end]
-    on_gpu = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    summary: dict[str, Any] = {"step_ms": step["dur"] / 1e3}
-    return summary | (_gpu(inside, on_gpu, start, end) if on_gpu else _cpu(inside))
+    launches = {_correlation(event) for event in inside if event.get("cat") in ("cuda_runtime", "cuda_driver")} - {None}
+    of_gpu = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    on_gpu = [event for event in of_gpu if _correlation(event) in launches]
+    if of_gpu and not on_gpu:
+        raise ValueError(f"{step['name']} launched none of the trace's {len(of_gpu)} kernels")
+    return _gpu(inside, on_gpu) if on_gpu else {"step_ms": step["dur"] / 1e3} | _cpu(inside)
 
 
-def _gpu(inside: list[dict[str, Any]], on_gpu: list[dict[str, Any]], start: float, end: float) -> dict[str, Any]:
+def _correlation(event: Mapping[str, Any]) -> int | None:
+    """The number that a kernel and the call that launched it have in common."""
+    number: int | None = event.get("args", {}).get("correlation")
+    return number
+
+
+def _gpu(inside: list[dict[str, Any]], on_gpu: list[dict[str, Any]]) -> dict[str, Any]:
+    start, end = min(event["ts"] for event in on_gpu), max(event["ts"] + event["dur"] for event in on_gpu)
     by_kind: Counter[str] = Counter()
     by_name: dict[str, list[float]] = defaultdict(list)
     for event in on_gpu:
         by_kind[_kind(event["name"])] += event["dur"] / 1e3
         by_name[event["name"]].append(event["dur"] / 1e3)
-    busy = _covered((event["ts"], min(event["ts"] + event["dur"], end)) for event in on_gpu)
+    busy = _covered((event["ts"], event["ts"] + event["dur"]) for event in on_gpu)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))
     waits = Counter(event["name"] for event in inside if event.get("cat") == "cuda_runtime")
     return {
+        "step_ms": (end - start) / 1e3,
         "idle_share": 1 - busy / (end - start),
         "host_waits": {name: waits[name] for name in HOST_WAITS if waits[name]},
         "ms_by_kind": dict(by_kind.most_common()),

@@ -23,28 +23,39 @@ def event(name, ts, dur, cat, tid=1):
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "tid": tid}
 
 
+def launched(name, at, ts, dur, cat="kernel", tid=7):
+    """A kernel, and the call that launched it."""
+    args = {"correlation": round(at * 10)}
+    return [
+        event("cudaLaunchKernel", at, 5, "cuda_runtime") | {"args": args},
+        event(name, ts, dur, cat, tid) | {"args": args},
+    ]
+
+
 def test_kernels_of_the_last_step_are_counted_by_kind_and_overlap_once(step_trace):
+    """A step's update runs when the host is in the next step: it belongs to the step that launched it."""
+    attention = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_bf16"
     events = [
         event("ProfilerStep#6", 0, 100, "user_annotation"),
         event("ProfilerStep#7", 1000, 10_000, "user_annotation"),
-        event("nvjet_tst_128x256", 500, 200, "kernel"),  # of the step before
-        event("nvjet_tst_128x256", 1000, 4000, "kernel", tid=7),
-        event("sm90_xmma_gemm_bf16", 5000, 1000, "kernel", tid=7),
-        event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_bf16", 6000, 2000, "kernel", tid=7),
-        event("ncclDevKernel_AllGather", 4000, 2000, "kernel", tid=9),  # at the same time as products
-        event("Memcpy DtoH (Device -> Pageable)", 8000, 500, "gpu_memcpy", tid=7),
-        event("triton_poi_fused_mul", 8500, 500, "kernel", tid=7),
+        *launched("multi_tensor_apply_kernel<FusedAdam>", 90, 1000, 2000),  # of the step before
+        *launched("nvjet_tst_128x256", 1001, 3000, 4000),
+        *launched("sm90_xmma_gemm_bf16", 1002, 7000, 1000),
+        *launched(attention, 1003, 8000, 2000),
+        *launched("ncclDevKernel_AllGather", 1004, 6000, 2000, tid=9),  # at the same time as products
+        *launched("Memcpy DtoH (Device -> Pageable)", 1005, 10_000, 500, "gpu_memcpy"),
+        *launched("triton_poi_fused_mul", 1006, 10_500, 500),
+        *launched("multi_tensor_apply_kernel<FusedAdam>", 1007, 11_500, 1500),
         event("cudaStreamSynchronize", 9000, 100, "cuda_runtime"),
-        event("cudaLaunchKernel", 9000, 5, "cuda_runtime"),
         {"ph": "i", "name": "an instant", "ts": 2000},
     ]
     found = step_trace.summarize({"traceEvents": events})
-    assert found["step_ms"] == 10
-    assert found["idle_share"] == pytest.approx(0.2)  # 1000 … 9000 of 1000 … 11000
+    assert found["step_ms"] == 10  # 3000 … 13000
+    assert found["idle_share"] == pytest.approx(0.05)  # 11000 … 11500
     assert found["host_waits"] == {"cudaStreamSynchronize": 1}
-    kinds = {"matrix products": 5, "attention": 2, "collectives": 2, "copies": 0.5, "other": 0.5}
+    kinds = {"matrix products": 5, "attention": 2, "collectives": 2, "optimizer": 1.5, "copies": 0.5, "other": 0.5}
     assert found["ms_by_kind"] == pytest.approx(kinds)
-    assert found["attention_kernels"] == ["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_bf16"]
+    assert found["attention_kernels"] == [attention]
     assert found["kernels"][0] == {"name": "nvjet_tst_128x256", "calls": 1, "ms": 4.0}
 
 
