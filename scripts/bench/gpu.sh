@@ -108,7 +108,7 @@ works() { # nothing here is timed, so these run side by side
     (run "folder of 8B" 30 170 nice "$python" "$bench/infer.py" --make-only --only "8B, bfloat16, --compile" --dir "$work/m" \
         "${tiny[@]}") &
     others+=($!)
-    run tests 60 190 "$python" -m pytest -q -p no:cacheprovider -n "$workers" --dist load --maxschedchunk 1 --timeout 150 \
+    run tests 60 300 "$python" -m pytest -q -p no:cacheprovider -n "$workers" --dist load --maxschedchunk 1 --timeout 150 \
         --tb short -rfE --durations 15 tests/gpu
     for pid in "${others[@]}"; do wait "$pid"; done
 }
@@ -124,13 +124,16 @@ train() { # compile, eager, float8; 12 layers where they fit, else 8
 
 decode() { decode_row decode 40 150 "$tokens" "8B, bfloat16, --compile"; } # half of it compiles and tunes kernels
 
-more() {
-    train_rows "experts" 45 110 "30B-A3B width, 4 layers: compile" --profile
-    decode_row "decode: int8" 40 110 "$tokens" "8B, int8, --compile"
-    decode_row "mxfp4" 40 100 $((tokens / 4)) "GPT-OSS 20B" --layers 6
-    decode_row "fp8" 60 150 $((tokens / 4)) "64 experts, fp8 folder" --layers 4
+more() { # what no GPU has run first
     run "memory of inference" 20 60 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_infer_memory.py
     train_rows "documents" 45 150 "8B width, 2 layers"
+    for row in "as stored" "dequantized"; do # fewer layers: an uncompiled step has thousands of kernels to launch
+        decode_row "fp8: $row" 30 60 $((tokens / 8)) "64 experts, fp8 folder, $row" --layers 2 --exact
+    done
+    decode_row "mxfp4" 40 100 $((tokens / 4)) "GPT-OSS 20B" --layers 6
+    decode_row "fp8: compiled" 60 150 $((tokens / 4)) "64 experts, fp8 folder, as stored, --compile" --layers 2 --exact
+    train_rows "experts" 45 110 "30B-A3B width, 4 layers: compile" --profile
+    decode_row "decode: int8" 40 110 "$tokens" "8B, int8, --compile"
 }
 
 for part in ${*:-look works train decode more}; do

@@ -196,13 +196,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, help="new ones of each run; default: 40 on a CPU, 512 on a GPU")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--exact", action="store_true", help="only the row that --only names in full")
     parser.add_argument("--out", type=Path, help="append every reading to this file, as a line of JSON")
     parser.add_argument("--dir", type=Path, help="where the checkpoints are, or are put and kept")
     chosen = parser.parse_args()
     on_cpu = chosen.on == "cpu" and not chosen.tiny
     tokens = chosen.tokens or (40 if on_cpu else 512)
     rows, limits = (cpu_rows if on_cpu else gpu_rows)(tokens)
-    rows = [row for row in rows if chosen.only in row.name]
+    rows = [row for row in rows if (chosen.only == row.name if chosen.exact else chosen.only in row.name)]
     if chosen.tiny:  # a CPU compiles for minutes
         rows = [replace(row, argv=[word for word in row.argv if word != "--compile"]) for row in rows]
     if not rows:
