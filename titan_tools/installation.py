@@ -66,6 +66,10 @@ def explain(error: BaseException) -> Problem | None:
     for file in changed:  # maybe by the user
         if owner := _owner(file):
             return _overwritten(file, owner)
+    for file in recorded:
+        package = file.with_suffix("") / "__init__.py"
+        if package.exists() and package not in recorded:
+            return _overwritten(package, _owner(package), did=f"installed it, which hides {file}")
     return _unmet(own, with_missing=isinstance(error, ImportError)) or _untested_torch(error)
 
 
@@ -106,12 +110,12 @@ def _shadowed(name: str, spec: ModuleSpec | None) -> Problem:
     return Problem(message, f"{folder} is before {_HOME} in Python's sys.path")
 
 
-def _overwritten(file: Path, owner: Distribution | None) -> Problem:
-    """Another distribution was installed over titan's files."""
+def _overwritten(file: Path, owner: Distribution | None, *, did: str = "overwrote it") -> Problem:
+    """Another distribution was installed over titan's files, or between them."""
     by = f"the distribution {_named(owner)}" if owner else "something else that installs a package of this name"
     remove = (f"{_pip()} uninstall -y {owner.name}",) if owner else ()
     return Problem(
-        f"{file} is not titan's: {by} overwrote it",
+        f"{file} is not titan's: {by} {did}",
         f"titan installs packages called {' and '.join(_PACKAGES)}; keep the other one in an environment of its own",
         (" && ".join((*remove, *_reinstall())),),
     )

@@ -69,6 +69,13 @@ def test_any_overwritten_file_explains_an_error(site):
     assert "converters/names.py is not titan's: the distribution My_Converters 2 overwrote it" in problem.message
 
 
+def test_a_package_between_titans_files_that_hides_one_of_them_is_named(site):
+    site.install("converters", "1.0", {"converters/__init__.py": "", "converters/names/__init__.py": OTHER})
+    problem = explain(ImportError("no such name"))
+    assert "names/__init__.py is not titan's: the distribution converters 1.0 installed it, which" in problem.message
+    assert problem.message.endswith("converters/names.py") and problem.tries[0].endswith(REINSTALL)
+
+
 def test_files_that_the_removal_of_another_distribution_took_are_installed_again(site):
     (site.folder / "trainer" / "__init__.py").unlink()
     for problem in (find_foreign_package(), explain(ImportError())):
