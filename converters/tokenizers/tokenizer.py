@@ -45,6 +45,7 @@ class Tokenizer(Protocol):
     prefix_ids: tuple[int, ...]
     suffix_ids: tuple[int, ...]
     vocab_size: int  # the largest id + 1
+    base_size: int  # the same without added tokens, of which a model need not have a row
     special_ids: frozenset[int]
 
     @property
@@ -56,6 +57,10 @@ class Tokenizer(Protocol):
         """Ids of the text; `special` also reads special tokens in it. Raises DataError for a lone surrogate."""
         ...
 
+    def checked(self, ids: list[int]) -> list[int]:
+        """The ids, before the model reads them. Raises DataError where it has no row for one."""
+        ...
+
     def special_in(self, text: str) -> frozenset[str]:
         """The special tokens written in a text, which `special` reads as tokens. Any thread may call it."""
         ...
@@ -65,11 +70,11 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(folder: Path | str) -> Tokenizer:
+def load_tokenizer(folder: Path | str, *, num_rows: int | None = None) -> Tokenizer:
     """The tokenizer of a prepared data folder, an HF folder, a checkpoint (its assets) or a Meta folder.
 
-    Its ids are those of transformers' AutoTokenizer, see reader.py. Raises DataError where there is none or it is
-    damaged, UnsupportedError for a kind that is not read.
+    Its ids are those of transformers' AutoTokenizer, see reader.py. `num_rows`: of the model's embedding. Raises
+    DataError where there is none or it is damaged, UnsupportedError for a kind that is not read.
     """
     from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 
@@ -84,7 +89,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         )
     if is_metas(assets) and not looks_like_tiktoken(path):
         return _SentencePieceTokenizer(path, assets)
-    return _FolderTokenizer(read_folder_tokenizer(assets), assets)
+    return _FolderTokenizer(read_folder_tokenizer(assets), assets, num_rows)
 
 
 def document_ends(assets: Mapping[str, Path]) -> DocumentEnds:
@@ -119,10 +124,12 @@ def tokenizes_differently(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 class _FolderTokenizer:
-    def __init__(self, found: "FolderTokenizer", assets: Mapping[str, Path]):
+    def __init__(self, found: "FolderTokenizer", assets: Mapping[str, Path], num_rows: int | None = None):
         self._tokenizer, self._pieces_of, self._where = found.tokenizer, found.pieces_of, found.where
         self._splits_special = found.settings.get("split_special_tokens") is True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.base_size = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        self._num_rows = self.vocab_size if num_rows is None else num_rows
         self.byte_values = _byte_values(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -140,6 +147,15 @@ class _FolderTokenizer:
         for piece in self._pieces_of(text) if self._pieces_of else (text,):
             ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
         return _framed(self.ends, ids, bos=bos, eos=eos)
+
+    def checked(self, ids: list[int]) -> list[int]:
+        if beyond := sorted({id for id in ids if id >= self._num_rows}):
+            names = ", ".join(f"{self._tokenizer.id_to_token(id)} ({id})" for id in beyond)
+            raise DataError(
+                f"the model's embedding has {self._num_rows:,} rows, and none for tokens of the text: {names}",
+                hint="they were added to the tokenizer, and the model was not resized for them",
+            )
+        return ids
 
     def special_in(self, text: str) -> frozenset[str]:
         return self._special_text.find(text) if self._special_text else frozenset()
@@ -170,7 +186,7 @@ class _SentencePieceTokenizer:
             )
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: neither a tiktoken nor a SentencePiece file: {error}") from None
-        self.vocab_size = len(self._pieces)
+        self.vocab_size = self.base_size = len(self._pieces)
         self.byte_values: dict[int, int] = {}
         control = [id for id in range(self.vocab_size) if self._pieces.is_control(id)]
         self._control = {self._pieces.id_to_piece(id): id for id in control}
@@ -189,6 +205,9 @@ class _SentencePieceTokenizer:
         for place, part in enumerate(parts):
             ids += [self._control[part]] if place % 2 else self._pieces.encode(part)
         return _framed(self.ends, ids, bos=bos, eos=eos)
+
+    def checked(self, ids: list[int]) -> list[int]:
+        return ids  # of pieces, which are no added tokens
 
     def special_in(self, text: str) -> frozenset[str]:
         return frozenset(special_tokens_in(text, self.special_names))

@@ -74,7 +74,7 @@ def tokenize_text(work: Work, *, id: str | int, prompt: str, completion: str | N
     def encode(text: str) -> list[int]:
         return [*prefix, *tokenizer.encode(text, special=work.request.special_tokens)]
 
-    tokens = encode(prompt + (completion or ""))
+    tokens = tokenizer.checked(encode(prompt + (completion or "")))
     if completion is None:
         first, scored = len(prefix) or 1, prompt
         if not prefix:  # the first token is only context

@@ -24,8 +24,13 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence
     Where no message contains a special token these are the tokens of the rendered text. Where one does, the template
     gets the message with a placeholder (a private-use character) instead, so that the text between two special tokens
     of the template can be tokenized as text. Words that a tokenizer added as ordinary tokens (Qwen's <think>) stay
-    tokens. Raises ConfigError for a tokenizer that cannot read such a message as text.
+    tokens. Raises ConfigError for a tokenizer that cannot read such a message as text, DataError for a token that the
+    model has no row for.
     """
+    return tokenizer.checked(_encode_chat(template, tokenizer, messages))
+
+
+def _encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     if (text := _render_harmless(template, tokenizer.special_names, messages)) is not None:
         return tokenizer.encode(text, special=True)
     covered, placeholders = _with_placeholders(tokenizer, messages, template.source)

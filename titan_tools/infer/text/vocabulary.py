@@ -35,8 +35,11 @@ class Vocabulary:
         return self.tokenizer.suffix_ids
 
     def framed(self, tokens: list[int]) -> list[int]:
-        """The tokens of a prompt of these tokens, as transformers' tokenizer frames them."""
-        return [*self.prefix, *tokens, *self.suffix]
+        """The tokens of a prompt of these tokens, as transformers' tokenizer frames them.
+
+        Raises DataError for a token that the model has no row for.
+        """
+        return self.tokenizer.checked([*self.prefix, *tokens, *self.suffix])
 
     def decode(self, tokens: list[int]) -> str:
         """Text of generated tokens, special ones included.
@@ -60,12 +63,14 @@ class Vocabulary:
 def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
     """The vocabulary in `folder`; the generation config is the checkpoint's, if it has one.
 
-    Raises CheckpointError where the tokenizer is missing or has more tokens than the embedding has rows.
+    Raises CheckpointError where the tokenizer is missing or has more tokens than the embedding has rows, but for added
+    ones: those are refused in a text.
     """
-    tokenizer, num_rows = load_tokenizer(folder), info.args.vocab_size
-    if tokenizer.vocab_size > num_rows:
+    num_rows = info.args.vocab_size
+    tokenizer = load_tokenizer(folder, num_rows=num_rows)
+    if tokenizer.base_size > num_rows:
         raise CheckpointError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model's embedding {num_rows} rows",
+            f"the tokenizer in {folder} has {tokenizer.base_size} tokens, the model's embedding {num_rows} rows",
             hint="this tokenizer belongs to another model",
         )
     generation = {name: path for name, path in info.assets.items() if name == HF_GENERATION_CONFIG}

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from converters.convert import convert
 from converters.errors import CheckpointError
@@ -176,9 +177,30 @@ def test_a_missing_tokenizer_is_reported(hf):
 
 def test_a_tokenizer_of_another_model_is_reported_with_both_sizes(tmp_path):
     """I3: the vocabulary goes beyond the embedding's rows."""
-    write_llama(tmp_path, vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1, eos_token_id=2)
-    with pytest.raises(CheckpointError, match=r"258 tokens, the model's embedding 256 rows"):
+    write_llama(tmp_path, vocab_size=250, hidden_size=16, intermediate_size=24, num_hidden_layers=1, eos_token_id=2)
+    with pytest.raises(CheckpointError, match=r"256 tokens, the model's embedding 250 rows"):
         read(tmp_path)
+
+
+def test_added_tokens_without_a_row_are_refused_only_in_a_text(hf, titan):
+    """A padding token that the model was not resized for, as in many fine-tuned Llama 2."""
+    first = len(AutoTokenizer.from_pretrained(hf))
+    listed = {str(first + n): {"content": f"<pad{n}>", "special": True} for n in range(301 - first + 1)}
+    listed[str(first)]["content"] = "<|im_start|>"
+    last = f"<pad{301 - first}>"
+    template = "<|im_start|>{{ messages[-1].content }}{% if messages[0].content == 'x' %}" + last + "{% endif %}"
+    change(hf / "tokenizer_config.json", added_tokens_decoder=listed, chat_template=template)
+    assert AutoTokenizer.from_pretrained(hf).convert_tokens_to_ids(last) == 301
+    new = ["--max-new-tokens", "1"]
+    for options in (new, ["--score"], ["--chat", *new]):  # it is text
+        assert titan("infer", hf, "--prompt", f"a{last}", *options)[0] == 0
+    for prompt, *options in (
+        (f"a{last}", "--special-tokens", *new),
+        (f"a{last}", "--special-tokens", "--score"),
+        ("x", "--chat", *new),
+    ):
+        code, _, errors = titan("infer", hf, "--prompt", prompt, *options)
+        assert code == 2 and f"301 rows, and none for tokens of the text: {last} (301)" in errors
 
 
 @pytest.mark.parametrize("wrong", [{"eos_token_id": [EOS, 301]}, {"bos_token_id": 301}, {"eos_token_id": -1}])
