@@ -117,6 +117,7 @@ def test_a_begin_of_text_token_is_the_template_s_alone(tmp_path, name):
 class Counting:
     def __init__(self, tokenizer):
         self.special_names, self._tokenizer, self.num_encoded = tokenizer.special_names, tokenizer, 0
+        self.checked = tokenizer.checked
 
     def encode(self, text, **how):
         self.num_encoded += 1
