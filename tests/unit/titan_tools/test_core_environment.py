@@ -1,8 +1,9 @@
-"""requirements-core.txt: what runs without torch, in an environment that has no more than it says."""
+"""What is installed: requirements-core.txt, in an environment that has no more than it says, and the sdist's files."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -37,20 +38,42 @@ def test_versions_are_those_of_pyproject():
     assert set(core) < set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
+class Environment:
+    """A clone of the last commit, and an environment beside it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.source = folder, folder / "source"
+        self.python, self.titan = (folder / "environment/bin" / name for name in ("python", "titan"))
+        subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", self.source], check=True)
+        subprocess.run([sys.executable, "-m", "venv", folder / "environment"], check=True)
+
+    def run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        return subprocess.run([*map(str, command)], cwd=self.folder, env=own, capture_output=True, text=True)
+
+    def install(self, *what: object) -> None:
+        done = self.run(self.python, "-m", "pip", "install", "--quiet", *what)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_sdist_has_what_the_repository_has(tmp_path):
+    environment = Environment(tmp_path)
+    environment.install("build")
+    done = environment.run(environment.python, "-m", "build", "--sdist", "--outdir", tmp_path, environment.source)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sdist:
+        packed = {name.partition("/")[2] for name in sdist.getnames()}
+    tracked = environment.run("git", "-C", environment.source, "ls-files").stdout.split()
+    assert [name for name in tracked if not name.startswith(".") and name not in packed] == []
+
+
 @pytest.mark.slow
 def test_commands_run_without_torch(tmp_path):
-    python, titan = (tmp_path / "environment/bin" / name for name in ("python", "titan"))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-
-    def run(*command: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*map(str, command)], cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    source = tmp_path / "source"
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", source], check=True)
-    assert run(sys.executable, "-m", "venv", tmp_path / "environment").returncode == 0
-    for what in (["--no-deps", source], ["-r", source / "requirements-core.txt"]):
-        done = run(python, "-m", "pip", "install", "--quiet", *what)
-        assert done.returncode == 0, done.stderr
+    environment = Environment(tmp_path)
+    run, titan = environment.run, environment.titan
+    environment.install("--no-deps", environment.source)
+    environment.install("-r", environment.source / "requirements-core.txt")
     packages = next((tmp_path / "environment").glob("lib/*/site-packages"))
     assert not (packages / "torch").exists()
     assert sum(file.stat().st_size for file in packages.rglob("*") if file.is_file()) < MOST_BYTES
