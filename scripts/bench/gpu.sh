@@ -88,7 +88,7 @@ decode_row() { # NAME LEAST MOST TOKENS ROW…
     local name=$1 least=$2 most=$3 tokens=$4 row=$5
     shift 5
     run "$name" "$least" "$most" "$python" "$bench/infer.py" --rounds 1 --only "$row" --tokens "$tokens" --dir "$work/m" \
-        --out "$out/results.jsonl" "${tiny[@]}" "$@"
+        --profile --out "$out/results.jsonl" "${tiny[@]}" "$@"
 }
 train_rows() { # NAME LEAST MOST ROWS OPTION…
     local name=$1 least=$2 most=$3 rows=$4

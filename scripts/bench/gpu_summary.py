@@ -61,16 +61,21 @@ def describe(result: dict[str, Any]) -> list[str]:
     if "tpot_ms" in result:
         share = f"  {result['bandwidth_share']:.1%} of the data sheet's" if result.get("bandwidth_share") else ""
         rate = f"{result['decode_per_sec']:.1f} tokens/s, {result.get('bandwidth_gb_per_sec') or 0:.0f} GB/s"
-        return [f"{'decode':10}{name:44} {rate}{share}  first token {result['ttft_ms']:.0f} ms"]
+        first = f"  first token {result['ttft_ms']:.0f} ms"
+        return [f"{'decode':10}{name:44} {rate}{share}{first}", *describe_step(result.get("step", {}))]
     mfu = f"  MFU {result['mfu']:.1%}" if result.get("mfu") else ""
     memory = f"  {result['memory_gib']:.1f} GiB" if result.get("memory_gib") else ""
     first = f"  first step {result['first_step_secs']:.1f} s"
-    lines = [f"{'train':10}{name:44} {result['tokens_per_sec']:,.0f} tokens/s{mfu}{memory}{first}"]
-    step = result.get("step", {})
-    if "idle_share" in step:
-        kinds = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in step.get("ms_by_kind", {}).items())
-        lines.append(f"{'':10}step {step['step_ms']:.0f} ms, idle {step['idle_share']:.1%}: {kinds}")
-    return lines
+    line = f"{'train':10}{name:44} {result['tokens_per_sec']:,.0f} tokens/s{mfu}{memory}{first}"
+    return [line, *describe_step(result.get("step", {}))]
+
+
+def describe_step(step: dict[str, Any]) -> list[str]:
+    """The line of a step's trace on a GPU, if there is one."""
+    if "idle_share" not in step:
+        return []
+    kinds = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in step.get("ms_by_kind", {}).items())
+    return [f"{'':10}step {step['step_ms']:.3g} ms, idle {step['idle_share']:.1%}: {kinds}"]
 
 
 def main_line(text: str) -> str:

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpt_oss import GPT_OSS_20B, write_gpt_oss  # noqa: E402
 from models import LLAMA_1B, LLAMA_8B, QWEN3_MOE, QWEN3_WIDE, write_model  # noqa: E402
 from rounds import ROOT, TITAN, machine, read_once  # noqa: E402
+from step_trace import print_summary  # noqa: E402
 
 HF, DCP, EXPERTS, FP8, FP8_EXPERTS = "hf", "dcp", "experts", "fp8", "fp8-experts"
 MXFP4 = "mxfp4"
@@ -39,7 +40,7 @@ SHORT, LONG, MANY = "short.txt", "long.txt", "many.jsonl"
 _LETTERS = {SHORT: 200, LONG: 1600}  # about 128 and 1024 tokens
 _MANY_LETTERS = [20 + 37 * n % 300 for n in range(24)]  # of the prompts of a batch, about 13 to 200 tokens
 _BATCH_SIZE = 8
-_PEERS = Path(__file__).parent / "infer_peers.py"
+_PEERS, _TRACE = Path(__file__).parent / "infer_peers.py", Path(__file__).parent / "decode_trace.py"
 _START_SECS = 6.0
 _OF_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_local_experts": 8, "moe_intermediate_size": 128}
 _OF_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -197,6 +198,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="new ones of each run; default: 40 on a CPU, 512 on a GPU")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--exact", action="store_true", help="only the row that --only names in full")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step after each run")
     parser.add_argument("--out", type=Path, help="append every reading to this file, as a line of JSON")
     parser.add_argument("--dir", type=Path, help="where the checkpoints are, or are put and kept")
     chosen = parser.parse_args()
@@ -223,7 +225,7 @@ def main() -> None:
                 print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
                 try:
                     prepare(work, row.form, llama, sizes)
-                    reading = _read(row, work, on_cpu=chosen.on == "cpu" or chosen.tiny)
+                    reading = _read(row, work, on_cpu=chosen.on == "cpu" or chosen.tiny, profiles=chosen.profile)
                 except RunFailed as error:  # such as out of memory: the other rows still count
                     print(error, file=sys.stderr, flush=True)
                     reading = {"error": str(error)[-2000:]}
@@ -303,19 +305,28 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _read(row: Row, work: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """The readings of one run, and its wall time."""
+def _read(row: Row, work: Path, *, on_cpu: bool, profiles: bool) -> dict[str, Any]:
+    """The readings of one run, its wall time, and with `profiles` what a decode step consists of."""
     environment = dict(os.environ)
     if on_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if row.threads is not None:
         environment["OMP_NUM_THREADS"] = str(row.threads)
     started = time.perf_counter()
-    output = json.loads(_output(row.argv, work, environment))
+    argv = list(row.argv)
+    if profiles and argv[: len(TITAN)] == list(TITAN):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+        argv[: len(TITAN)] = [sys.executable, "-P", str(_TRACE), "step.json"]
+    output = json.loads(_output(argv, work, environment))
     reading = {"wall_secs": time.perf_counter() - started} | output.get("stats", output)
     if reading.get("tpot_ms"):
         reading["decode_per_sec"] = 1000 / reading["tpot_ms"]
-    return {name: value for name, value in reading.items() if isinstance(value, int | float)}
+    reading = {name: value for name, value in reading.items() if isinstance(value, int | float)}
+    if argv != list(row.argv):
+        reading["step"] = json.loads((work / "step.json").read_text())
+        if "step_ms" in reading["step"]:
+            print_summary(reading["step"])
+    return reading
 
 
 def _run(arguments: Sequence[str], work: Path) -> None:
