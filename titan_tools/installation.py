@@ -131,8 +131,11 @@ def _incomplete(missing: Sequence[Path]) -> Problem:
 
 
 def _unmet(own: Distribution, *, with_missing: bool) -> Problem | None:
-    """Requirements in a version that does not fit; with `with_missing`, for a failed import, also what is not installed,
-    and the requirements of requirements. An environment without torch is no fault by itself."""
+    """Requirements in a version that does not fit.
+
+    With `with_missing`, for a failed import, also what is not installed, and the requirements of requirements: an
+    environment without torch is no fault by itself.
+    """
     try:
         from packaging.requirements import Requirement
     except ImportError:
