@@ -18,7 +18,7 @@ TOO_CLOSE: VerdictName = "too close to call"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, TOO_CLOSE: 5}
 # Not visible to torch's allocator. CUDA context: about 0.5 GB; NCCL: 0.2 to 1 GB per communicator. Others' reports, not
 # measured here.
-_NOT_COMPARED = "2.14"  # the torch from which estimates were not compared with real steps
+_NOT_COMPARED = "2.16"  # the torch from which estimates were not compared with real steps
 CONTEXT_GIB = 0.5
 NCCL_GIB = (0.2, 1.0)
 
@@ -103,9 +103,8 @@ def assumptions_of(
         )
     if torch.__version__ >= _NOT_COMPARED:
         lines.append(
-            "what a step asks for was compared with real steps up to torch 2.13. Under later ones, selective"
-            " recomputation of single operations needed up to 10% more than its estimate in tests, and pipelines"
-            " allocate what they receive later: leave a margin"
+            "what a step asks for was compared with real steps up to torch 2.15, and may differ under a later one:"
+            " leave a margin"
         )
     if has_symmetric_memory:
         lines.append(

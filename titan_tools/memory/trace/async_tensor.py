@@ -136,8 +136,10 @@ class _Stream(nullcontext[None]):
 class _TorchWithStreams:
     """torch, with stand-ins for CUDA's streams."""
 
+    accelerator = SimpleNamespace(current_stream=_Stream)  # from 2.15 on
     cuda = SimpleNamespace(
         current_stream=_Stream,
+        is_available=lambda: True,
         _sleep=lambda cycles: None,
         Event=lambda: SimpleNamespace(wait=lambda: None, record=lambda: None),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.pipelining import schedules
@@ -33,6 +34,8 @@ PHASES = {
     **dict.fromkeys(("REDUCE_GRAD", "WAIT_REDUCE_GRAD"), "reduce"),
 }
 NO_STAGE = -1
+_NEW_IN_2_15 = {"allocate_buffer", "_output_slot_is_releasable"}
+_PLAIN = Tensor()
 _STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
 
 Function = Callable[..., Any]
@@ -43,7 +46,8 @@ def track_points(recorder: Recorder) -> Iterator[None]:
     """Follow the actions of pipeline stages, and label what FSDP gathers and reduces."""
     with ExitStack() as patches:
         for owner, name, replacement in _REPLACEMENTS:
-            own = owner.__dict__[name]
+            if (own := owner.__dict__.get(name)) is None and name in _NEW_IN_2_15:
+                continue
             patches.enter_context(patch.object(owner, name, _replaced(own, replacement, recorder)))
         yield
 
@@ -207,6 +211,17 @@ def _make_buffer(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -
     return own(*args, **kwargs)
 
 
+def _receive(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    """From torch 2.15 on, a buffer is allocated for each microbatch when it is received."""
+    with recorder.as_part("pipeline_buffers"):
+        return own(*args, **kwargs)
+
+
+def _is_released(own: Function, recorder: Recorder, stage: _PipelineStageBase, output: Any) -> Any:
+    """From torch 2.15 on, a plain tensor is released once it is sent; a fake one stands for a plain one."""
+    return own(stage, _PLAIN if type(output) is FakeTensor else output)
+
+
 def _defining(kind: type, name: str) -> type:
     return next(each for each in kind.__mro__ if name in each.__dict__)
 
@@ -225,6 +240,8 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (stages, "_make_tensor_from_meta", _make_buffer),
     (_defining(PipelineStage, "_prepare_forward_infra"), "_prepare_forward_infra", _make_buffers),
     (_defining(PipelineStage, "_prepare_backward_infra"), "_prepare_backward_infra", _make_buffers),
+    (stages._RecvInfo, "allocate_buffer", _receive),
+    (_PipelineStageBase, "_output_slot_is_releasable", _is_released),
     (_PipelineStageBase, "forward_one_chunk", partial(_compute_chunk, "forward")),
     (_PipelineStageBase, "backward_one_chunk", partial(_compute_chunk, "backward")),
     (_PipelineStageBase, "backward_weight_one_chunk", partial(_compute_chunk, "weight")),
