@@ -24,7 +24,7 @@ from trainer.parallel.compile import compile_problems, compiles
 from trainer.parallel.document_mask import document_problems, document_rules
 from trainer.parallel.experts import expert_problems
 from trainer.parallel.float8 import float8_problems, is_float8
-from trainer.parallel.fsdp import offload_problems
+from trainer.parallel.fsdp import is_fsdp, offload_problems
 from trainer.parallel.stages import StageSplit, schedule_of, split_model, stage_problems
 
 
@@ -223,6 +223,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
                 microbatch_size=_microbatch_size(config, dims),
                 loss_chunks=_loss_chunks(config, args, dims),
                 compiles_model=compiles_model,
+                uses_fsdp=is_fsdp(training, parallelism, config.float8, dims),
             )
             if is_float8(config.model)
             else ()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 CONVERTER = "quantize.linear.float8"
 _SECTION = CONVERTER
+_PARAM_DTYPE = "training.mixed_precision_param"
 _OUTPUT = "output"
 _AUTO_FILTER = "auto_filter_small_kn"
 _MULTIPLE = 16  # divides both dims of a weight, and the tokens: required by the hardware
@@ -76,6 +77,7 @@ def float8_problems(
     microbatch_size: int,
     loss_chunks: int,
     compiles_model: bool,
+    uses_fsdp: bool,
 ) -> list[str]:
     """Settings that float8 cannot be combined with. `loss_chunks`: of one forward pass, for the chunked loss."""
     gathers, precomputes = settings.enable_fsdp_float8_all_gather, settings.precompute_float8_dynamic_scale_for_fsdp
@@ -90,10 +92,16 @@ def float8_problems(
             f"{_SECTION}.precompute_float8_dynamic_scale_for_fsdp computes what float8 all-gather uses;"
             " nearest: enable_fsdp_float8_all_gather = true"
         )
-    if gathers and is_ddp(dims):
+    if gathers and not uses_fsdp:
+        why, nearest = "each rank holds whole weights in the dtype that it computes in", f"{_PARAM_DTYPE} = bfloat16"
+        if is_ddp(dims):
+            why, nearest = (
+                "ranks hold whole copies (DDP)",
+                f"parallelism.data_parallel_shard_degree = {dims.world_size}",
+            )
         problems.append(
-            f"{_SECTION}.enable_fsdp_float8_all_gather needs FSDP, and ranks that hold whole copies (DDP) gather"
-            f" nothing; nearest: parallelism.data_parallel_shard_degree = {dims.world_size}, or false"
+            f"{_SECTION}.enable_fsdp_float8_all_gather needs FSDP, and nothing is gathered where {why};"
+            f" nearest: {nearest}, or false"
         )
     if gathers and training.enable_cpu_offload:
         problems.append(

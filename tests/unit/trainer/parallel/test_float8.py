@@ -240,6 +240,10 @@ def test_what_else_in_the_config_it_does_not_go_with():
     gathers = config(**GATHERS)
     (problem,) = problems(gathers, MeshShape(dp_replicate=4))
     assert "whole copies (DDP)" in problem and "data_parallel_shard_degree = 4" in problem
+    in_fp32 = replace(gathers, training=Training(mixed_precision_param="float32"))
+    (problem,) = problems(in_fp32, MeshShape(tp=2))
+    assert "each rank holds whole weights" in problem and "mixed_precision_param = bfloat16" in problem
+    assert not problems(gathers, MeshShape(tp=2)) and not problems(in_fp32, MeshShape(tp=2, dp_shard=2))
     (problem,) = problems(replace(gathers, training=Training(enable_cpu_offload=True)))
     assert "on the CPU" in problem
     compiled = replace(config(emulate=True), compile=Compile(enable=True))
