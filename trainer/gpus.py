@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-HOPPER = 90  # compute capability, times ten
+HOPPER, WORKSTATION_BLACKWELL = 90, 120  # compute capability, times ten
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ GPUS = {
         Gpu("a6000", 47.4, 86, _SMALL),
         Gpu("rtx3090", 23.57, 86, _SMALL),
         Gpu("rtx4090", 23.61, 89, _SMALL),
-        Gpu("rtx5090", 31.36, 120, _LARGE),
-        Gpu("rtxpro6000", 94.96, 120, _LARGE),
+        Gpu("rtx5090", 31.36, WORKSTATION_BLACKWELL, _LARGE),
+        Gpu("rtxpro6000", 94.96, WORKSTATION_BLACKWELL, _LARGE),
         Gpu("mi250x", 63.98, 80, _LARGE),
         Gpu("mi300x", 191.69, 94, _LARGE),
         Gpu("mi325x", 255.69, 94, _LARGE),

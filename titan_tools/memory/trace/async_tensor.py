@@ -6,6 +6,8 @@ a workspace in symmetric memory, one for the group and as large as the largest r
 Half of the pieces are multiplied on a second stream, for which both cuBLAS handles have another workspace.
 """
 
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -35,6 +37,8 @@ BACKEND_STREAM = "async_tp"
 # own CUDA backend.
 SIGNAL_PAD_BYTES = 32 * 72 * 4
 SYMMETRIC_GRANULE = 2 * MIB
+MOST_MULTICAST_ROWS = 2048
+NATIVE_PRODUCT = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 _PIPELINED = (
     "_pipelined_multi_all_gather_and_consume",
     "_pipelined_all_gather_and_consume_last_dim",
@@ -62,7 +66,9 @@ def trace_async_tp(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
             ("make_contiguous_for_perm", partial(_restride_on_meta, symmetric.make_contiguous_for_perm)),
             ("get_symm_mem_workspace", partial(_workspace, recorder)),
             ("_get_backend_stream", lambda priority=0: _Stream()),
-            ("_should_use_fused_all_gather_matmul_native", _reject_first_dim_gather),
+            ("_should_use_fused_all_gather_matmul_native", _reject_native_product),
+            ("_should_use_multimem_all_gather_matmul", partial(_is_multicast, kernels)),
+            ("_multimem_all_gather_matmul", partial(_multiply_multicast, recorder)),
             *((name, partial(_without_recording, recorder, getattr(symmetric, name))) for name in _PIPELINED),
         ):
             stack.enter_context(patch.object(symmetric, name, value))
@@ -119,11 +125,27 @@ def _without_recording(recorder: Recorder, move: Callable[..., None], *args: Any
         move(*args, **kwargs)
 
 
-def _reject_first_dim_gather(A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str) -> bool:
-    """torch has other kernels for a short gather over the first dim, which no layer of titan's needs."""
-    if gather_dim == 0:
-        raise UnsupportedError("the memory of asynchronous tensor parallelism over a tensor's first dim is not known")
+def _reject_native_product(A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str) -> bool:
+    """torch has an experimental kernel for gathers over the first dim, which an environment variable switches on."""
+    if NATIVE_PRODUCT in os.environ:
+        raise UnsupportedError(f"no estimate is given with {NATIVE_PRODUCT}: the memory of its kernel is not known")
     return False
+
+
+def _is_multicast(kernels: Kernels, A_shard: Tensor, gather_dim: int, group_name: Any, return_A: bool) -> bool:
+    """As torch's, which looks at the GPU: a short gather over the first dim, such as of an expert layer's tokens."""
+    num_rows = math.prod(A_shard.shape[:-1]) * _resolve_process_group(group_name).size()
+    is_short = gather_dim == 0 and num_rows <= MOST_MULTICAST_ROWS and A_shard.is_contiguous()
+    return kernels.multicast and is_short and not return_A
+
+
+def _multiply_multicast(recorder: Recorder, A_shard: Tensor, Bs: list[Tensor], group_name: Any) -> list[Tensor]:
+    """As torch's: the group's workspace takes what is gathered, whole."""
+    shape = (A_shard.shape[0] * _resolve_process_group(group_name).size(), *A_shard.shape[1:])
+    workspace = symmetric.get_symm_mem_workspace(group_name, math.prod(shape) * A_shard.element_size())
+    with recorder.paused():
+        A = workspace.get_buffer(workspace.rank, shape, A_shard.dtype)
+    return [torch.matmul(A, B) for B in Bs]
 
 
 class _Stream(nullcontext[None]):

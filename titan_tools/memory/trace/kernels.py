@@ -26,7 +26,7 @@ import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
-from trainer.gpus import HOPPER, Gpu
+from trainer.gpus import HOPPER, WORKSTATION_BLACKWELL, Gpu
 from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn, cudnn_may_give_nan
@@ -48,7 +48,7 @@ class Kernels:
     `attention`: the operation that scaled_dot_product_attention prefers. `norm`: RMSNorm in one kernel that keeps one
     fp32 number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB. `imbalance`:
     with expert parallelism, the rows that this rank's experts receive over the mean of all ranks. `documents`: the
-    kernel of attention within documents.
+    kernel of attention within documents. `multicast`: whether a GPU can write to all GPUs of its NVSwitch at once.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -58,6 +58,7 @@ class Kernels:
     workspaces: Mapping[Any, KernelBuffers] = field(default_factory=dict)
     imbalance: float = 1.0
     documents: Literal["own", "flex", "varlen"] = "own"
+    multicast: bool = False
 
 
 def gpu_kernels(gpu: Gpu) -> Kernels:
@@ -73,7 +74,9 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
         torch.ops.titan.send_to_experts.default: send_bytes,
         torch.ops.titan.return_from_experts.default: return_bytes,
     }
-    return Kernels("cuda", "cudnn" if gpu.sm == HOPPER else "flash", "fused", gpu.cublas_mib, workspaces)
+    attention: Literal["cudnn", "flash"] = "cudnn" if gpu.sm == HOPPER else "flash"
+    multicast = HOPPER <= gpu.sm < WORKSTATION_BLACKWELL and not gpu.is_amd
+    return Kernels("cuda", attention, "fused", gpu.cublas_mib, workspaces, multicast=multicast)
 
 
 def with_document_attention(kernels: Kernels, kernel: str) -> Kernels:

@@ -54,7 +54,7 @@ def products(recorder: Recorder) -> None:
     """What a layer does in forward, and in backward, of 2 ranks: A is 2 x 6 x 32 here."""
     config = job()
     group = _get_default_group().group_name
-    with trace_async_tp(config, Kernels(), recorder):
+    with trace_async_tp(config, Kernels(multicast=True), recorder):
         operations = fused_products()
         shard = torch.ones(6, 2, 32).transpose(0, 1)
         weights = [torch.ones(32, 8), torch.ones(32, 40)]
@@ -62,6 +62,11 @@ def products(recorder: Recorder) -> None:
         assert kept is None and [output.shape for output in outputs] == [(2, 12, 8), (2, 12, 40)]
         gathered, _ = operations.fused_all_gather_matmul.default(shard, weights[:1], 1, group, return_A=True)
         assert gathered.shape == (2, 12, 32)
+        tokens = torch.ones(10, 32)  # an expert layer's
+        kept, (output,) = operations.fused_all_gather_matmul.default(tokens, weights[:1], 0, group, return_A=False)
+        assert kept is None and output.shape == (20, 8)
+        gathered, (output,) = operations.fused_all_gather_matmul.default(tokens, weights[:1], 0, group, return_A=True)
+        assert gathered.shape == (20, 32) and output.shape == (20, 8)
         whole = torch.ones(12, 2, 40).transpose(0, 1)
         scattered = operations.fused_matmul_reduce_scatter.default(whole, torch.ones(40, 72), "sum", 1, group)
         assert scattered.shape == (2, 6, 72) and scattered.is_contiguous()
@@ -95,17 +100,41 @@ def test_fused_products_ask_for_the_same_in_a_trace_as_in_real_memory(monkeypatc
             real.append(call.num_bytes)
     assert traced == real
     assert {3072, 768, 3840, 6912} <= set(traced)  # gathered, two outputs, and stacked partial sums: 4 bytes each
+    assert traced.count(20 * 32 * 4) == 1  # the other one is gathered in symmetric memory
     assert recorder.trace.symmetric_bytes == SYMMETRIC_GRANULE
 
 
-def test_only_the_tensor_parallel_group_is_announced_and_what_no_layer_does_is_refused():
+@pytest.mark.parametrize(
+    ("gpu", "shape", "gather_dim", "is_multicast"),
+    [
+        ("h100-80", (1024, 8), 0, True),
+        ("b200", (1024, 8), 0, True),
+        ("h100-80", (1025, 8), 0, False),
+        ("h100-80", (1, 1024, 8), 1, False),
+        ("a100-80", (1024, 8), 0, False),
+        ("rtx5090", (1024, 8), 0, False),
+        ("mi300x", (1024, 8), 0, False),
+    ],
+)
+def test_short_gathers_over_the_first_dim_are_multicast_where_the_gpu_can(gpu, shape, gather_dim, is_multicast):
+    recorder = Recorder()
+    with fake_ranks(TP, rank=0), trace_async_tp(job(), gpu_kernels(GPUS[gpu]), recorder):
+        group = _get_default_group().group_name
+        shard, weight = torch.ones(shape), torch.ones(8, 8)
+        fused_products().fused_all_gather_matmul.default(shard, [weight], gather_dim, group, return_A=False)
+        uses = symmetric._should_use_multimem_all_gather_matmul(shard, gather_dim, group, False)
+    assert uses == is_multicast
+
+
+def test_only_the_tensor_parallel_group_is_announced_and_an_experimental_kernel_is_refused(monkeypatch):
     with fake_ranks(4, rank=2), trace_async_tp(job(), Kernels(), Recorder()):
         announced = [
             symmetric.is_symm_mem_enabled_for_group(dist.new_group(ranks).group_name)
             for ranks in ([2, 3], [0, 2], [0, 1, 2, 3], [1, 2])
         ]
         assert announced == [True, False, False, False]
-        with pytest.raises(UnsupportedError, match="first dim"):
+        monkeypatch.setenv("TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP", "1")
+        with pytest.raises(UnsupportedError, match="TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"):
             first_dim = (torch.ones(4, 8), [torch.ones(8, 8)], 0, _get_default_group().group_name)
             fused_products().fused_all_gather_matmul.default(*first_dim)
     with fake_ranks(4, rank=2):  # and what was patched is torch's again
