@@ -58,9 +58,9 @@ def describe(result: dict[str, Any]) -> list[str]:
         return [f"{'FAILED':10}{name}: {main_line(result['error'])}"]
     if "case" in result:
         return [f"{'estimate':10}{name:44} {result['says']}"]
-    if "tpot_ms" in result:
+    if "ttft_ms" in result:
         share = f"  {result['bandwidth_share']:.1%} of the data sheet's" if result.get("bandwidth_share") else ""
-        rate = f"{result['decode_per_sec']:.1f} tokens/s, {result.get('bandwidth_gb_per_sec') or 0:.0f} GB/s"
+        rate = f"{result.get('decode_per_sec') or 0:.1f} tokens/s, {result.get('bandwidth_gb_per_sec') or 0:.0f} GB/s"
         first = f"  first token {result['ttft_ms']:.0f} ms"
         return [f"{'decode':10}{name:44} {rate}{share}{first}", *describe_step(result.get("step", {}))]
     mfu = f"  MFU {result['mfu']:.1%}" if result.get("mfu") else ""
