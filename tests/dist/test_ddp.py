@@ -12,6 +12,7 @@ from trainer import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.parallel import fsdp
+from trainer.parallel.one_rank import FSDP_KEEPS_DTYPE_OF_GRADIENTS
 
 DDP = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 BF16 = {"mixed_precision_param": "bfloat16", "loss": "plain"}  # chunks are added up in the parameter's dtype
@@ -41,8 +42,14 @@ SLOW = {"mixed, compiled", "bf16 throughout"}
 def test_numbers_are_torchs_hsdp_over_one_shard(pools, name):
     ours = pools[2].run(train, LAYOUTS[name], "debug_gqa", 2)
     torchs = pools[2].run(train_as_hsdp, LAYOUTS[name], "debug_gqa", 2)
-    assert ours == torchs  # to the last bit
     assert ours[0] == ours[1]
+    if FSDP_KEEPS_DTYPE_OF_GRADIENTS and name.startswith("mixed"):
+        # A CPU computes the gradient of a norm's weight in fp32. DDP's cast rounds it to bf16 (2^-9 of it), FSDP from
+        # torch 2.15 on does not. Those weights have less than a hundredth of the squared norm of all.
+        norms, theirs = (each[0].pop("norms") for each in (ours, torchs))
+        assert norms == pytest.approx(theirs, rel=2**-9 / 100, abs=0)
+        ours, torchs = ours[:1], torchs[:1]
+    assert ours == torchs  # to the last bit
 
 
 @pytest.mark.slow

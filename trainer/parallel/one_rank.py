@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 # From torch 2.15 on, FSDP reduces a gradient in the dtype that backward computes it in, as a norm's in fp32; before, it
 # was rounded to the compute dtype first.
-_KEEPS_DTYPE_OF_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
+FSDP_KEEPS_DTYPE_OF_GRADIENTS = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
 
 
 class ComputeCopy:
@@ -29,7 +29,7 @@ class ComputeCopy:
         if self._copy is None:  # the same object in every step: compiled code has guards on it
             values = self._parameter.detach().to(self._dtype)
             self._copy = nn.Parameter(values, requires_grad=self._parameter.requires_grad)
-            if _KEEPS_DTYPE_OF_GRADIENTS:
+            if FSDP_KEEPS_DTYPE_OF_GRADIENTS:
                 self._copy.grad_dtype = None
             if self._parameter.requires_grad:
                 self._copy.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
