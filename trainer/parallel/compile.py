@@ -45,6 +45,11 @@ def compile_machine_problems(
     problems = []
     if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
+    if backend == "eager" and compiles(settings, "model") and torch.__version__ < (2, 13):
+        problems.append(
+            f"compile.backend = eager: torch {torch.__version__} loses gradients of functions that return one of"
+            " their inputs, as collectives do (pytorch#180642); nearest: --compile.backend aot_eager"
+        )
     if compiles(settings, "model") and ep > 1:
         from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
 

@@ -184,6 +184,14 @@ def test_an_unknown_backend_is_refused_with_the_list():
     assert machine_problems(configure("--compile.backend=indcutor"), CPU) == []  # not in use
 
 
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0"])
+def test_the_backend_eager_is_refused_where_torch_loses_gradients(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    problems = machine_problems(configure("--compile.enable", "--compile.backend=eager"), CPU)
+    assert ["pytorch#180642" in problem for problem in problems] == [True] * version.startswith("2.11")
+    assert machine_problems(configure("--compile.enable", "--compile.backend=aot_eager"), CPU) == []
+
+
 def test_inductor_without_a_compiler_is_refused_with_what_would_do(monkeypatch):
     def none_found():
         raise InvalidCxxCompiler
