@@ -5,7 +5,7 @@ torch is imported inside functions, so that settings are checked without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
@@ -45,9 +45,10 @@ def compile_machine_problems(
     problems = []
     if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
-    if backend == "eager" and compiles(settings, "model") and torch.__version__ < (2, 13):
+    version: Any = torch.__version__  # a TorchVersion, which compares with tuples
+    if backend == "eager" and compiles(settings, "model") and version < (2, 13):
         problems.append(
-            f"compile.backend = eager: torch {torch.__version__} loses gradients of functions that return one of"
+            f"compile.backend = eager: torch {version} loses gradients of functions that return one of"
             " their inputs, as collectives do (pytorch#180642); nearest: --compile.backend aot_eager"
         )
     if compiles(settings, "model") and ep > 1:
