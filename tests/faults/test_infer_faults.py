@@ -178,7 +178,7 @@ def test_i3_a_missing_tokenizer_is_reported(refused, broken):
 
 def test_i3_a_tokenizer_of_another_model_is_reported(refused, tmp_path):
     write_llama(tmp_path, vocab_size=200, bos_token_id=1, eos_token_id=2)
-    refused("--prompt", "a", says=["258 tokens", "200 rows"], folder=tmp_path)
+    refused("--prompt", "a", says=["256 tokens", "200 rows"], folder=tmp_path)
 
 
 def test_i3_special_tokens_beyond_the_embedding_are_reported(refused, broken):

@@ -98,7 +98,7 @@ def test_a_row_of_the_inference_benchmark_that_fails_is_a_result(bench, tmp_path
         if form == infer.FP8:
             raise infer.RunFailed("titan convert ended with 1:\nerror: no space left")
 
-    def read(row, work, *, on_cpu):
+    def read(row, work, *, on_cpu, profiles):
         assert made[-1] == row.form
         return {"wall_secs": 1.0}
 
