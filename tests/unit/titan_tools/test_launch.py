@@ -78,7 +78,7 @@ def _wait_for_ranks(tmp_path, what="ready"):
 
 def _wait_for_the_end_of(pids):
     """A killed process is there until the kernel has taken it down, on a busy machine for some time."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30
     while alive := [pid for pid in pids if _is_alive(pid)]:
         assert time.monotonic() < until, alive
         time.sleep(0.05)
