@@ -10,6 +10,7 @@ from tokenizers.trainers import BpeTrainer
 
 from converters.assets import find_assets, read_token_ids, tokenizer_remark, write_tokenizer_for_hf
 from converters.errors import UnsupportedError
+from converters.tokenizers.classes import class_name
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA4_PATTERN
 from converters.tokenizers.tokenizer import load_tokenizer
@@ -87,3 +88,9 @@ def test_o200k_in_a_tokenizer_json_gives_the_ids_of_tiktoken(tmp_path):
     assert read_token_ids(find_assets(tmp_path), vocab_size=size + 7)["eos_token_id"] == size + 2
     with pytest.raises(UnsupportedError):  # no file for Meta's code: it would split the text by Llama's rules
         ranks_of_tokenizer_json(tmp_path / "tokenizer.json", vocab_size=size + 7)
+
+
+@pytest.mark.parametrize("named", ["BertTokenizer", "T5TokenizerFast", "SentencePieceBackend"])
+def test_a_class_that_reads_by_other_rules_is_refused_by_name(named):
+    with pytest.raises(UnsupportedError, match=f"the class {named.removesuffix('Fast')} of transformers"):
+        class_name({"tokenizer_class": named}, {"model_type": "llama"}, is_byte_level=lambda: True)
