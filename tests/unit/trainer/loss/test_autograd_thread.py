@@ -40,7 +40,8 @@ for waits in (False, True):
             wait_for_autograd_thread(create((), torch.float32))
         num_held += any(gradient._use_count() > 1 for gradient in gradients)
     print(num_held)
-print(threading.get_ident() in threads)
+print(threading.get_ident() in threads, flush=True)
+os._exit(0)  # the device's thread would fetch tensors' Python objects from an interpreter that is being torn down
 """
 
 
