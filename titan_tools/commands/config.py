@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.config_words import check_words
+
 config_app = typer.Typer(
     help="Show, check, upgrade and create config files.\n\n"
     "\b\nExamples:\n"
@@ -34,6 +36,7 @@ def show(context: typer.Context, config: _Source, as_json: _Json = False) -> Non
     from trainer.config.load import load_config
     from trainer.job import derived_degrees
 
+    check_words(context, config)
     loaded = load_config(config, context.args)
     if as_json:
         print_json(shown.as_json(loaded))
@@ -75,6 +78,7 @@ def check(
     from trainer.job import resolve_job
     from trainer.memory_bound import is_in_gpus, state_bytes, too_large_for_host
 
+    check_words(context, config)
     loaded = load_config(config, context.args)
     job = resolve_job(loaded, world_size)
     dims, open_points = job.dims, check_inputs(job)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.config_words import check_words
+
 
 def estimate_memory(
     context: typer.Context,
@@ -63,6 +65,7 @@ def estimate_memory(
     """
     from converters.collector import collector_paused
 
+    check_words(context, config)
     with collector_paused():  # also while torch is imported: 0.2 of 4 seconds
         from titan_tools.memory.command import estimate_from_command_line
 

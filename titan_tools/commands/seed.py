@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.config_words import check_words
 from titan_tools.commands.convert_options import DEFAULT_WORKERS, Json, Workers
 
 
@@ -38,6 +39,7 @@ def seed(
     from trainer.seed import job_of_seed
     from trainer.seed import seed as write_seed
 
+    check_words(context, config)
     job = job_of_seed(load_config(config, context.args))
     report = write_seed(job, out, workers=workers, overwrite=overwrite, ignore_memory=ignore_memory, progress=progress)
     if not report.has_tokenizer:

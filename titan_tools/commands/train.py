@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.config_words import check_words
+
 
 def train(
     context: typer.Context,
@@ -60,6 +62,7 @@ def train(
     from trainer.observability.log import shown_ranks
 
     choose_allocator()  # before custom_import, which may load torch
+    check_words(context, config)
     settings = load_config(config, context.args)
     if dry_run:
         from titan_tools.dry_run_page import dry_run_from_command_line

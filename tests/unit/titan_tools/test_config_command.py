@@ -71,6 +71,24 @@ def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, mess
 
 
 @pytest.mark.parametrize(
+    ("arguments", "tried"),
+    [
+        ("train --job.config_file run.toml --training.steps 3", "titan train run.toml --training.steps 3"),
+        ("train --job.config-file=run.toml", "titan train run.toml"),
+        ("seed --job.config_file run.toml out", "titan seed run.toml out"),
+        ("estimate-memory --job.config_file run.toml", "titan estimate-memory run.toml"),
+        ("config check --training.steps 5", "titan config check CONFIG --training.steps 5"),
+        ("seed debug out --dry-run", "titan train CONFIG --dry-run"),
+        ("config show debug --nproc 4", "titan train CONFIG --nproc"),
+    ],
+)
+def test_a_misplaced_option_names_the_right_command(titan, tmp_path, arguments, tried):
+    code, out, err = titan(*arguments.split())
+    assert (code, out) == (2, "") and err.splitlines()[-1] == f"try: {tried}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["--training.dataset_path", "/nope"], "/nope is no folder, so no token index"),
