@@ -3,13 +3,26 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import typer
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+# The commands by what they are for. A command that is missing here is a KeyError of the test that looks for it.
+COMMAND_GROUPS = {
+    "Checkpoints": ("download", "convert", "reshard", "inspect", "diff", "verify"),
+    "Training": ("data", "config", "seed", "train", "estimate-memory"),
+    "Generation": ("infer",),
+    "Models": ("models",),
+}
 _REPOSITORY_FILES = r"\[([^]]+)\]\((?:\.\./)?(?:LICENSE|scripts/[\w./-]+)\)"
 
 
@@ -21,54 +34,100 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links between the repository root and docs/ at the pages of the site; show the titles of code blocks."""
-    markdown = re.sub(r'^```(\w+) title="([^"]+)"$', r"`\2`:\n\n```\1", markdown, flags=re.M)
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links between the repository root and docs/ at the pages of the site."""
+    if not re.search("^## ", markdown, re.M):  # the column of contents would be empty: it is given to the text
+        page.meta["hide"] = ["toc"]
     markdown = re.sub(_REPOSITORY_FILES, r"\1", markdown).replace("](docs/", "](")
     for source, page in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({page}").replace(f"]({source}", f"]({page}")
     return markdown
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Put drawings into the page, where they follow its colors; do not break options and short names at a hyphen."""
+    html = re.sub(r'<img alt="([^"]*)" src="(?:\.\./)*(\w+\.svg)" ?/?>', _drawing, html)
+    return re.sub(r"<code>(-[^<]{1,40}</code>|[^<\s]{1,24}</code>)", r'<code class="whole">\1', html)
+
+
+def _drawing(image: re.Match[str]) -> str:
+    text = (ROOT / "docs" / image[2]).read_text()
+    return text.replace("<svg ", f'<svg role="img" aria-label="{image[1]}" ', 1)
+
+
 def cli_reference() -> str:
     """Every command with its arguments, options and examples, as Markdown."""
     from titan_tools.cli import app
 
-    return "\n".join(["# CLI reference\n", *_describe("titan", typer.main.get_command(app))])
+    titan = typer.main.get_command(app)
+    lines = ["# Command line\n", *_describe("titan", titan)]
+    for title, names in COMMAND_GROUPS.items():
+        lines.append(f"## {title}\n")
+        for name in names:
+            lines += _describe_all(f"titan {name}", titan.commands[name])
+    return "\n".join(lines)
+
+
+def _describe_all(path: str, command: Any) -> Iterator[str]:
+    """A command, then the commands of its group."""
+    yield f"### `{path}`\n"
+    yield from _describe(path, command)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _describe_all(f"{path} {name}", inner)
 
 
 def _describe(path: str, command: Any) -> Iterator[str]:
-    yield f"## `{path}`\n"
     for paragraph in (command.help or "").split("\n\n"):
         fixed, _, text = paragraph.partition("\b\n")  # typer's mark: keep these lines as they are
-        yield f"```text\n{text}\n```\n" if text else f"{_escape(fixed)}\n"
+        title, _, lines = text.partition("\n")
+        if title == "Examples:":
+            yield f"```bash\n{dedent(lines).rstrip()}\n```\n"
+        elif text:
+            yield f"```text\n{text.rstrip()}\n```\n"
+        else:
+            yield f"{_escape(fixed)}\n"
+    context = command.context_class(command, info_name=path)
     shown = [p for p in command.params if not getattr(p, "hidden", False)]
-    for title, kind in (("Argument", "argument"), ("Option", "option")):
-        rows = [p for p in shown if p.param_type_name == kind]
-        if rows:
-            yield f"| {title} | Description |\n|---|---|"
-            for parameter in rows:
-                yield f"| {_name(parameter)} | {_escape(_text(parameter))} |"
-            yield ""
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _describe(f"{path} {name}", inner)
+    tables: dict[str, list[Any]] = {}  # as the help groups them
+    for parameter in shown:
+        title = "Argument" if parameter.param_type_name == "argument" else parameter.rich_help_panel or "Option"
+        tables.setdefault(title, []).append(parameter.get_help_record(context))
+    for title, rows in sorted(tables.items(), key=lambda table: table[0] != "Argument"):
+        yield f"| {title} | Description |\n|---|---|"
+        for name, text in rows:
+            yield f"| {_name(name)} | {_escape(_text(name, text))} |"
+        yield ""
 
 
-def _name(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        return f"`{parameter.metavar or parameter.name.upper()}`"
-    value = "" if parameter.is_flag or not parameter.metavar else f" {parameter.metavar}"
-    return ", ".join(f"`{name}{value}`" for name in (*parameter.opts, *parameter.secondary_opts))
+def _name(name: str) -> str:
+    """`--to <dcp|hf>` without its values, which the description lists."""
+    parts = [re.sub(r" <[^>]*>$", "", part) for part in re.split(r"(?:, | / )(?=-)", name)]
+    return ", ".join(f"`{part}`" for part in parts)
 
 
-def _text(parameter: Any) -> str:
-    default = parameter.default
-    is_shown = not parameter.required and default not in (None, "", False) and "Default:" not in (parameter.help or "")
-    return f"{parameter.help or ''}{f' Default: {default}.' if is_shown else ''}"
+def _text(name: str, text: str) -> str:
+    """The help of a parameter, with its default and values as sentences."""
+    help_text, _, facts = text.removesuffix("]").rpartition("  [") if text.endswith("]") else (text, "", "")
+    sentences = [help_text]
+    if values := re.search(r"<(\w[^>]*\|[^>]*)>", name):
+        sentences.append("One of " + ", ".join(f"`{value}`" for value in values[1].split("|")) + ".")
+    for fact in filter(None, facts.split("; ")):
+        key, _, value = fact.partition(": ")
+        if bounds := re.fullmatch(r"(?:(\d+)<=)?x(?:>=(\d+)|<=(\d+))?", fact):
+            least, most = bounds[1] or bounds[2], bounds[3]
+            sentences.append(f"From {least} to {most}." if least and most else f"At least {least}.")
+        else:
+            sentences.append(f"{key.capitalize()}: {value}." if value else f"{key.capitalize()}.")
+    return " ".join(sentences)
 
 
 def _escape(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """One line of Markdown, in which names of options are code."""
+    text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    parts = re.split(r"(`[^`]*`)", text)  # what is code already stays
+    return "".join(
+        part if part[:1] == "`" else re.sub(r"(?<![\w-])--[a-z][\w.-]*\w", r"`\g<0>`", part) for part in parts
+    )
 
 
 if __name__ == "__main__":

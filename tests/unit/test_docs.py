@@ -160,8 +160,8 @@ def test_the_page_on_inference_names_every_option_and_no_other():
 def test_the_cli_reference_has_every_command_and_option():
     reference = cli_reference()
     for path, command in COMMANDS.items():
-        part = reference[reference.index(f"## `titan {' '.join(path)}`\n") :]
-        part = part[: part.find("\n## `", 1)]
+        part = reference[reference.index(f"### `titan {' '.join(path)}`\n") :]
+        part = re.split("\n##+ ", part, maxsplit=1)[0]
         assert [name for name in options_of(*path) if f"`{name}" not in part] == []
         assert " ".join(command.help.split("\n\n")[0].split())[:40] in " ".join(part.replace("&lt;", "<").split())
 
@@ -231,15 +231,67 @@ def test_the_parameters_and_roles_of_the_extension_page_are_current():
     assert [key for key in args.__dataclass_fields__ if f"`{key}`" not in text] == []
 
 
-def test_the_site_builds_without_warnings(tmp_path, monkeypatch):
+def test_the_cli_reference_states_defaults_and_values():
+    reference = cli_reference()
+    for words in (
+        "One of `dcp`, `hf`, `meta`",
+        "Default: 4. From 1 to 64.",
+        "`-V`, `--version`",
+        "Env var: TITAN_IMPORT.",
+    ):
+        assert words in reference
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", reference, flags=re.S)
+    assert re.findall(r"--[a-z]+", prose) == []  # names of options are code, which the site does not break
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
     from mkdocs.commands.build import build
     from mkdocs.config import load_config as load_site
 
-    monkeypatch.chdir(ROOT)
-    build(load_site("mkdocs.yml", strict=True, site_dir=str(tmp_path)))
-    assert (tmp_path / "cli" / "index.html").is_file() and "titan estimate-memory" in (
-        tmp_path / "index.html"
-    ).read_text()
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        build(load_site("mkdocs.yml", strict=True, site_dir=str(folder)))
+    return folder
+
+
+def test_the_site_builds_without_warnings(site):
+    assert (site / "cli" / "index.html").is_file() and "titan estimate-memory" in (site / "index.html").read_text()
+    titles = {page.parent.name for page in site.rglob("index.html")}
+    assert {page.stem for page in (ROOT / "docs").glob("*.md")} < titles
+
+
+def test_the_site_loads_nothing_from_another_host(site):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", page.read_text())
+        loaded += re.findall(
+            r"<link[^>]* rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?([^\" >]+)", page.read_text()
+        )
+        assert loaded and [each for each in loaded if re.match(r"(https?:)?//", each)] == []
+
+
+def test_code_of_the_site_is_highlighted_and_drawings_are_part_of_the_page(site):
+    extend, conversion = (site / name / "index.html" for name in ("extend", "conversion"))
+    assert re.search(r'class="?filename"?>\w+\.py<', extend.read_text()) and 'class="kn"' in extend.read_text()
+    assert '<code class="whole">--for-mesh' in conversion.read_text()
+    for page, drawing in ((conversion, "conversion.svg"), (site / "architecture" / "index.html", "architecture.svg")):
+        assert page.read_text().count("<svg role") == 1 and drawing not in page.read_text()
+
+
+def test_the_drawings_name_what_exists():
+    from converters.formats.registry import FORMATS
+
+    drawing = (ROOT / "docs" / "architecture.svg").read_text()
+    commands, *packages = re.split(r'class="head"[^>]*>(?=titan_tools|trainer|converters)', drawing)
+    for part in packages:
+        package = part.partition("<")[0]
+        folders = {path.name for path in (ROOT / package).iterdir() if path.is_dir() and path.name[0] != "_"}
+        assert set(re.findall(r'class="name"[^>]*>([^<]*)<', part)) == folders
+    named = re.findall(r'class="name"[^>]*>titan ([^<]*)<', commands)
+    assert set(", ".join(named).split(", ")) == {path[0] for path in COMMANDS}
+    chips = re.findall(r'class="name"[^>]*>([^<]*)<', (ROOT / "docs" / "conversion.svg").read_text())
+    assert sorted(chips) == sorted([*FORMATS] * 2)
 
 
 def test_workflows_and_hooks_run_scripts_that_exist():
