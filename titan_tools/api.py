@@ -119,13 +119,15 @@ def download(
     revision: str = "main",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    assets: Sequence[str] = (),
     token: str | None = None,
     dry_run: bool = False,
 ) -> "DownloadReport":
     """Download a model from the Hugging Face hub into the HF cache or, with `dst`, into a folder.
 
     Resumes an interrupted download and checks every file against the hub's checksum. `include` and `exclude` are file
-    name patterns; by default one set of weights, the configs and the tokenizer are downloaded.
+    name patterns, and `assets` kinds of files: `"tokenizer"`, `"config"`, `"index"`, `"safetensors"`. By default one
+    set of weights, the configs and the tokenizer are downloaded.
 
     >>> report = download("meta-llama/Llama-3.2-1B", "llama-1b")  # doctest: +SKIP
     """
@@ -136,7 +138,7 @@ def download(
         repository,
         None if dst is None else Path(dst),
         revision=revision,
-        selection=FileSelection(include, exclude),
+        selection=FileSelection(include, exclude, assets=assets),
         token=token,
         dry_run=dry_run,
     )

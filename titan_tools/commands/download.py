@@ -2,12 +2,22 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 ANNOUNCED_BYTES = 1 << 30
+
+
+class _Assets(Enum):
+    """Kinds of files, by their names in torchtitan."""
+
+    tokenizer = "tokenizer"
+    config = "config"
+    index = "index"
+    safetensors = "safetensors"
 
 
 def download(
@@ -40,6 +50,14 @@ def download(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Skip these files; may be repeated.", show_default=False)
     ] = None,
+    assets: Annotated[
+        list[_Assets] | None,
+        typer.Option(
+            help="Download these files only: the tokenizer with what exports carry along, the config, the index of the "
+            "weights, or the weights; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     original: Annotated[bool, typer.Option("--original", help="Download the folder original/ too.")] = False,
     token: Annotated[
         str | None,
@@ -61,12 +79,19 @@ def download(
     Examples:
       titan download meta-llama/Llama-3.2-1B
       titan download Qwen/Qwen3-0.6B qwen3-0.6b --revision main
+      titan download meta-llama/Llama-3.1-8B assets/hf/Llama-3.1-8B --assets tokenizer
       titan download meta-llama/Llama-3.1-8B --original --exclude '*.safetensors' --dry-run
     """
+    from converters.errors import ConfigError
     from converters.sizes import format_bytes
     from titan_tools.console import count, note, print_json, progress, table
     from titan_tools.hub.download import FileSelection
     from titan_tools.hub.download import download as fetch
+
+    if assets and str(dst) in _Assets.__members__:
+        raise ConfigError(
+            f"{dst} would be the folder to create", hint="--assets takes one kind", tries=[f"--assets {dst}"]
+        )
 
     def announced(total: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
         if total >= ANNOUNCED_BYTES:  # seconds pass
@@ -77,7 +102,7 @@ def download(
         repository,
         dst,
         revision=revision,
-        selection=FileSelection(include or (), exclude or (), original),
+        selection=FileSelection(include or (), exclude or (), original, [kind.value for kind in assets or ()]),
         token=token,
         workers=workers,
         dry_run=dry_run,

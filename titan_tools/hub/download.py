@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -13,10 +13,12 @@ from typing import Any
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
 
+from converters.assets import CARRIED, CHAT_TEMPLATES
 from converters.commit import require_space
 from converters.containers.hub_checksums import is_computable
 from converters.errors import CheckpointError, list_offenders
 from converters.execute import Progress, no_progress
+from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
 from titan_tools.hub.errors import hub_errors
 from titan_tools.hub.fetch import check_sum, fetch
 from titan_tools.hub.present import compare, find_present, require_whole
@@ -30,19 +32,35 @@ _WEIGHTS = (("*.safetensors",), ("*.bin",), ("*.pth", "*.pt"))  # the first kind
 _INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 _REPEATED = "consolidated*.safetensors"  # in some repositories a second copy of the weights
 _ORIGINAL = "original/"  # Meta's original files, in addition to the same weights as safetensors
+# By the names of torchtitan's scripts/download_hf_assets.py
+ASSETS: Mapping[str, tuple[str, ...]] = {
+    "tokenizer": (*CARRIED, f"{CHAT_TEMPLATES}/*.jinja", _ORIGINAL + TIKTOKEN_MODEL),
+    "config": (HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS),
+    "index": _INDEXES,
+    "safetensors": ("*.safetensors", _INDEXES[0]),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class FileSelection:
-    """Which files to download: `include` replaces the default selection, `exclude` is applied last."""
+    """Which files to download: `include` and `assets` replace the default selection, `exclude` is applied last."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     original: bool = False
+    assets: Sequence[str] = ()  # keys of ASSETS
+
+    @property
+    def is_default(self) -> bool:
+        """Whether weights are selected if the repository has any."""
+        return not self.include and not self.assets and not self.exclude
 
     def select(self, names: Sequence[str]) -> list[str]:
         """The selected files of a repository."""
-        chosen = [n for n in names if _matches(n, self.include)] if self.include else select_default(names)
+        chosen = select_default(names) if not self.include and not self.assets else []
+        for kind in self.assets:
+            chosen += [n for n in names if _is_asset(n, kind, names) and n not in chosen]
+        chosen += [n for n in names if _matches(n, self.include) and n not in chosen]
         if self.original:
             chosen += [n for n in names if n.startswith(_ORIGINAL) and n not in chosen]
         return [n for n in chosen if not _matches(n, self.exclude)]
@@ -90,17 +108,30 @@ def download(
     disable_progress_bars()  # of the client
     selection = selection or FileSelection()
     if constants.HF_HUB_OFFLINE:
-        folder, recorded = find_present(repository, dst, revision)
-        if recorded:
-            names = _selected(repository, sorted(recorded), selection)
+        earlier = find_present(repository, dst, revision)
+        if names := sorted([*earlier.recorded, *earlier.unchecked]):
+            names = _selected(repository, names, selection)
             command = shlex.join(["titan", "download", repository, *([str(dst)] if dst else [])])
             command += "" if revision == "main" else f" --revision {revision}"
-            files = require_whole(
-                folder, {n: recorded[n] for n in names}, command=command, workers=workers, progress=progress
+            if selection.is_default and not any(_matches(n, kind) for n in names for kind in _WEIGHTS):
+                raise CheckpointError(
+                    f"{earlier.folder}: has no weights:{list_offenders(names)}",
+                    hint="HF_HUB_OFFLINE is set, so nothing was downloaded; with a network, this command completes it",
+                    tries=[f"HF_HUB_OFFLINE=0 {command}"],
+                )
+            files = require_whole(earlier, names, command=command, workers=workers, progress=progress)
+            num_bytes, secs = sum(f.num_bytes for f in files), time.monotonic() - started
+            return DownloadReport(
+                repository,
+                revision,
+                earlier.commit,
+                str(earlier.folder),
+                files,
+                num_bytes,
+                0,
+                secs,
+                unchecked=tuple(n for n in names if n in earlier.unchecked),
             )
-            num_bytes, commit = sum(f.num_bytes for f in files), recorded[names[0]].commit
-            secs = time.monotonic() - started
-            return DownloadReport(repository, revision, commit, str(folder), files, num_bytes, 0, secs)
     if dst is not None:
         check_folder(dst)
     with hub_errors(repository, revision, token=token):
@@ -148,6 +179,12 @@ def select_default(names: Sequence[str]) -> list[str]:
     if any(_matches(n, kind) and not fnmatch(n, _REPEATED) for n in top):
         unwanted.append(_REPEATED)
     return [n for n in top if _matches(n, (*_SMALL, *kind)) and not _matches(n, unwanted)]
+
+
+def _is_asset(name: str, kind: str, names: Sequence[str]) -> bool:
+    if kind in ("index", "safetensors") and name not in select_default(names):  # a second copy of the weights
+        return False
+    return _matches(name, ASSETS[kind])
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -51,31 +51,47 @@ def _is_whole(place: Path, file: RemoteFile, advance: Callable[[int], None]) -> 
     return not is_computable(file.etag) or has_content(place, file.etag, advance=advance)
 
 
-def find_present(repository: str, dst: Path | None, revision: str) -> tuple[Path, dict[str, Recorded]]:
-    """The folder of an earlier download, and the files that it recorded: {} where there was none."""
-    folder = dst
-    if folder is None:
-        root = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
-        branch = root / "refs" / revision
-        commit = branch.read_text(errors="replace").strip() if branch.is_file() else revision
-        folder = root / "snapshots" / PurePosixPath(commit).name
-    return folder, recorded_files(folder) if folder.is_dir() else {}
+@dataclass(frozen=True, slots=True)
+class EarlierDownload:
+    """What an earlier download has left; both collections are empty where there was none."""
+
+    folder: Path
+    recorded: Mapping[str, Recorded]  # its files with their checksums
+    unchecked: frozenset[str] = frozenset()  # files of the cache without one: copies of blobs, ETags of some mirrors
+
+    @property
+    def commit(self) -> str:
+        return next(iter(self.recorded.values())).commit if self.recorded else self.folder.name
+
+
+def find_present(repository: str, dst: Path | None, revision: str) -> EarlierDownload:
+    """The earlier download to `dst` or, if that is None, to the cache."""
+    if dst is not None:
+        return EarlierDownload(dst, recorded_files(dst) if dst.is_dir() else {})
+    root = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    branch = root / "refs" / revision
+    commit = branch.read_text(errors="replace").strip() if branch.is_file() else revision
+    folder = root / "snapshots" / PurePosixPath(commit).name
+    recorded = recorded_files(folder) if folder.is_dir() else {}
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return EarlierDownload(folder, recorded, frozenset(present - recorded.keys()))
 
 
 def require_whole(
-    folder: Path, recorded: Mapping[str, Recorded], *, command: str, workers: int, progress: Progress
+    earlier: EarlierDownload, names: Sequence[str], *, command: str, workers: int, progress: Progress
 ) -> tuple[RemoteFile, ...]:
     """The files of an earlier download, compared with their recorded checksums, without the hub.
 
     Raises CheckpointError with those that are damaged or missing: the recorded ones, and those that an index names.
     Whether others are missing only the hub knows.
     """
+    folder, recorded = earlier.folder, {name: earlier.recorded[name] for name in names if name in earlier.recorded}
     num_bytes = sum(_size(folder / name) for name in recorded)
     with progress(num_bytes, CHECKING) as advance, ThreadPoolExecutor(workers) as pool:
         jobs = {n: pool.submit(has_content, folder / n, r.etag, advance=advance) for n, r in recorded.items()}
         bad = [f"{name}: {_fault(folder / name)}" for name, job in jobs.items() if not job.result()]
     if not bad:
-        indexes = [folder / name for name in recorded if name.endswith(".index.json")]
+        indexes = [folder / name for name in names if name.endswith(".index.json")]
         listed = {str(file) for index in indexes for file in read_weight_map(index).values()}
         bad = [f"{name}: missing, and the index names it" for name in sorted(listed) if not (folder / name).is_file()]
     if bad:
@@ -85,8 +101,9 @@ def require_whole(
             "again",
             tries=[f"HF_HUB_OFFLINE=0 {command}"],
         )
-    sizes = {name: _size(folder / name) for name in recorded}
-    return tuple(RemoteFile(name, sizes[name], recorded[name].etag, sizes[name]) for name in recorded)
+    sizes = {name: _size(folder / name) for name in names}
+    etags = {name: record.etag for name, record in recorded.items()}
+    return tuple(RemoteFile(name, size, etags.get(name, ""), size) for name, size in sizes.items())
 
 
 def _size(path: Path) -> int:

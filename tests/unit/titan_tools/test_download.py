@@ -141,6 +141,37 @@ def test_selection_of_files():
     assert FileSelection(include=["token*"], exclude=["*.model"]).select([*small, *split]) == ["tokenizer.json"]
 
 
+def test_kinds_of_files():
+    tokenizer = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "original/tokenizer.model"]
+    weights = ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    config = ["config.json", "generation_config.json"]
+    names = [*tokenizer, *weights, *config, "consolidated.safetensors", "pytorch_model.bin", "original/params.json"]
+
+    def selected(*assets, **others):
+        return FileSelection(assets=assets, **others).select(names)
+
+    assert sorted(selected("tokenizer")) == sorted([*tokenizer, "generation_config.json"])
+    assert selected("config") == config and selected("index") == weights[1:] and selected("safetensors") == weights
+    assert selected("config", "index", include=["*.bin"], exclude=["gen*"]) == [config[0], weights[1], names[-2]]
+
+
+def test_tokenizer_alone_and_then_the_rest(hub, tmp_path, monkeypatch):
+    for dst in (None, tmp_path / "model"):
+        folder = Path(download(NAME, dst, selection=FileSelection(assets=["tokenizer"])).path)
+        assert [name for name in sorted(os.listdir(folder)) if name != ".cache"] == ["tokenizer.json"]
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert download(NAME, dst, selection=FileSelection(assets=["tokenizer"])).path == str(folder)
+        error = refused(NAME, dst)  # an incomplete model is not taken for a complete one
+        assert "has no weights" in error.message and error.tries[0].startswith("HF_HUB_OFFLINE=0 titan download")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert (Path(download(NAME, dst).path) / WEIGHTS).is_file()
+
+
+def test_a_kind_of_files_is_not_taken_for_the_folder(titan):
+    done = titan("download", NAME, "--assets", "tokenizer", "index")  # as torchtitan's script would read it
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "try: --assets index")
+
+
 def test_an_empty_selection_lists_the_files(hub):
     error = refused(NAME, selection=FileSelection(include=["*.gguf"]))
     assert "original/consolidated.00.pth" in error.message
@@ -451,6 +482,21 @@ def test_offline_an_earlier_download_is_compared_with_its_own_checksums(hub, tmp
     assert words[:3] == ["HF_HUB_OFFLINE=0", "titan", "download"]
     download(words[3], Path(words[4]) if words[4:] else None)
     assert (folder / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+def test_offline_a_cache_without_links_is_found(hub, monkeypatch):
+    folder = Path(download(NAME).path)
+    for link in folder.iterdir():  # as copied with `cp -rL`, or on a file system without links
+        content = link.read_bytes()
+        link.unlink()
+        link.write_bytes(content)
+    hub.down = True
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    report = download(NAME)
+    assert (report.path, report.commit, report.num_bytes) == (str(folder), SHA, 1_200_137)
+    assert sorted(report.unchecked) == ["config.json", WEIGHTS, "tokenizer.json"]
+    (folder / WEIGHTS).unlink()
+    assert "has no weights" in refused(NAME).message
 
 
 def test_offline_a_shard_that_the_index_names_is_missed(hub, monkeypatch):
