@@ -16,6 +16,7 @@ from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
 from converters.model_info import ModelInfo, find_model_file, read_model_info
 from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
+from converters.open import require_exists
 
 _VERSION = "transformers_version"  # of the version that saved a file of settings
 
@@ -32,8 +33,7 @@ def find_model_info(
     if model_from is None:
         return otherwise if otherwise and not own_file else read_model_info(catalog.root, weights)
     place = Path(model_from)
-    if not place.exists():
-        raise CheckpointError(f"{place}: no such folder", hint="--model-from takes a folder that describes the model")
+    require_exists(place)
     if own_file is None:
         given = _without_documents(read_model_info(place, weights), place)
         assets: dict[str, Path] = {}

@@ -1,6 +1,5 @@
 """Open a checkpoint in any container. The content decides, never a folder's name."""
 
-import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +16,7 @@ from converters.containers.registry import CONTAINERS
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.errors import CheckpointError, list_offenders
 from converters.foreign_folders import foreign_folder
+from converters.hub_names import download_command
 from converters.manifest import Manifest, changed_since, check_sizes
 from converters.models_inside import ROOT, choose_model
 from converters.names import DCP_METADATA, HF_CONFIG, MANIFEST
@@ -34,7 +34,6 @@ from converters.weight_files import (
 from converters.wrappers import unwrap_modules, unwrap_outer
 
 _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
 
 
 @collector_paused()
@@ -67,9 +66,7 @@ def require_exists(path: Path) -> None:
     if path.is_symlink():
         raise CheckpointError(f"{path}: a broken link")
     near = get_close_matches(path.name, [p.name for p in path.parent.iterdir()], 1) if path.parent.is_dir() else []
-    tries = [str(path.parent / near[0])] if near else []
-    if _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
-        tries = [f"titan download {path}"]
+    tries = [str(path.parent / near[0])] if near else download_command(path)
     raise CheckpointError(f"{path}: no such file or folder", tries=tries)
 
 

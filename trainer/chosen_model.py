@@ -7,6 +7,7 @@ from pathlib import Path
 from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.families.base import computed_numbers, defining_numbers
+from converters.hub_names import find_local
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.models_inside import SeveralModels
@@ -83,7 +84,7 @@ def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) 
 
 def tokenizer_folder(model: Model, training: Training) -> Path:
     """The folder that the config sets; else the prepared data, which has its tokenizer; else the default."""
-    folder, data = Path(model.hf_assets_path), _prepared_data(training)
+    folder, data = find_local(model.hf_assets_path, assets="tokenizer"), _prepared_data(training)
     is_set = model.hf_assets_path != Model().hf_assets_path  # by value: `titan config show` writes defaults too
     if data and not is_set and has_tokenizer(data):
         return data

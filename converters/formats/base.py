@@ -34,6 +34,7 @@ class OptionText:
     metavar: str | None = None
     kind: Any = str  # the type of the argument
     parse: Callable[[Any], Any] = lambda value: value  # argument → value of the field
+    is_checkpoint: bool = False  # it names one
 
     @property
     def parameter(self) -> str:
@@ -153,6 +154,7 @@ class OutputOptions:
         "that came from it become the same bytes again.",
         metavar="FOLDER",
         kind=Path,
+        is_checkpoint=True,
         refusal="it keeps the scales of quantized weights",
     )
 

@@ -164,8 +164,8 @@ def test_help_loads_neither_torch_nor_numpy_nor_the_hubs_client():
     assert modules_loaded_by("--help") & {"torch", "numpy", "huggingface_hub"} == set()
 
 
-def test_only_download_loads_the_hubs_client():
-    hub = set((ROOT / "titan_tools" / "hub").glob("*.py"))
+def test_only_download_and_names_on_the_hub_load_the_hubs_client():
+    hub = {*(ROOT / "titan_tools" / "hub").glob("*.py"), ROOT / "converters" / "hub_names.py"}
     users = {f for package in OURS for f in (ROOT / package).rglob("*.py") if "huggingface_hub" in imported_roots(f)}
     assert users and users <= hub
 

@@ -9,19 +9,46 @@ import typer
 from converters.formats.base import OPTIONS
 
 
+def find_checkpoint(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of a parameter that takes a checkpoint: the snapshot of a model that is named as on the hub."""
+    if path is None or context.resilient_parsing:  # the latter during completion
+        return path
+    from converters.hub_names import find_local
+    from titan_tools.console import note
+
+    if (found := find_local(path)) != path:
+        note(f"{path}: {found}")
+    return found
+
+
+def checkpoint_argument(metavar: str, help: str) -> Any:
+    """A positional parameter that takes a checkpoint: a folder, a file or a name on the hub."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False, callback=find_checkpoint)
+
+
+def checkpoint_option(*flags: str, metavar: str, help: str) -> Any:
+    """An option that takes a checkpoint, like `checkpoint_argument`."""
+    return typer.Option(*flags, metavar=metavar, help=help, show_default=False, callback=find_checkpoint)
+
+
 def format_option(field: str) -> Any:
     """The command-line option of a field of OutputOptions."""
     text = OPTIONS[field]
+    if text.is_checkpoint:
+        return checkpoint_option(text.flag, metavar=text.metavar or "FOLDER", help=text.help)
     return typer.Option(text.flag, metavar=text.metavar, help=text.help, show_default=False)
 
 
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A checkpoint folder or file; it is never changed.", show_default=False)
+    Path,
+    checkpoint_argument("SRC", "A checkpoint folder or file, or a model's name in the hub's cache; never changed."),
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to create.", show_default=False)]
 Checkpoint = Annotated[
     Path,
-    typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder or file of any format.", show_default=False),
+    checkpoint_argument(
+        "CHECKPOINT", "A checkpoint folder or file of any format, or a model's name in the hub's cache."
+    ),
 ]
 DType = Annotated[
     str | None,
@@ -36,11 +63,10 @@ ForMesh = Annotated[str | None, format_option("mesh")]
 ShardSize = Annotated[str | None, format_option("shard_bytes")]
 ModelFrom = Annotated[
     Path | None,
-    typer.Option(
+    checkpoint_option(
         metavar="FOLDER",
         help="Take config.json, params.json or titan_model.json and the tokenizer from here, "
-        "where the checkpoint has none.",
-        show_default=False,
+        "where the checkpoint has none. Also a model's name in the hub's cache.",
     ),
 ]
 Select = Annotated[

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import checkpoint_option
+
 data_app = typer.Typer(
     help="Prepare text for training.\n\n"
     "\b\nExamples:\n"
@@ -36,7 +38,11 @@ def prepare(
     ] = 2048,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="FOLDER", help="Folder with the tokenizer to use instead of training one."),
+        checkpoint_option(
+            "--tokenizer",
+            metavar="FOLDER",
+            help="Folder with the tokenizer to use instead of training one, or a model's name in the hub's cache.",
+        ),
     ] = None,
     held_out: Annotated[
         float, typer.Option("--held-out", metavar="SHARE", help="Share of the text to keep for validation; 0: none.")

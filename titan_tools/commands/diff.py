@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import checkpoint_argument, checkpoint_option
+
 MOST_LINES = 100
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
-    b: Annotated[
-        Path, typer.Argument(metavar="B", help="Another one, of the same or another format.", show_default=False)
-    ],
+    a: Annotated[Path, checkpoint_argument("A", "A checkpoint of any format, or a model's name in the hub's cache.")],
+    b: Annotated[Path, checkpoint_argument("B", "Another one, of the same or another format.")],
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -23,10 +23,9 @@ def diff(
     ] = None,
     model_from: Annotated[
         Path | None,
-        typer.Option(
+        checkpoint_option(
             metavar="FOLDER",
             help="Take config.json, params.json or titan_model.json from here, where a checkpoint has none.",
-            show_default=False,
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="List all differences, however many.")] = False,

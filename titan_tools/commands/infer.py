@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from titan_tools.commands.convert_options import ModelFrom, Select
+from titan_tools.commands.convert_options import ModelFrom, Select, checkpoint_argument
 from titan_tools.interrupts import exit_on_interrupt
 
 
@@ -29,11 +29,10 @@ class _Truncate(StrEnum):
 def infer(
     checkpoint: Annotated[
         Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="A DCP folder, a run's folder (its newest complete step), an HF folder or cache snapshot, Meta's "
-            "original folder, torchtune's, or a torch file.",
-            show_default=False,
+        checkpoint_argument(
+            "CHECKPOINT",
+            "A DCP folder, a run's folder (its newest complete step), an HF folder, a model's name in the hub's cache, "
+            "Meta's original folder, torchtune's, or a torch file.",
         ),
     ],
     source: Annotated[
@@ -224,7 +223,7 @@ def infer(
       titan infer outputs/debug --prompt "def main(" --max-new-tokens 32
       titan infer outputs/debug --tp 2 --prompt "import os" --temperature 0.8 --top-p 0.95 --seed 7 --json
       titan infer outputs/debug --batch prompts.jsonl --out answers.jsonl
-      titan infer Llama-3.1-8B-Instruct --chat
+      titan infer meta-llama/Llama-3.1-8B-Instruct --chat
       titan infer outputs/debug --score --prompt-file README.md
 
     Each rank reads only its slices. Sizes, tokenizer, chat template and stop tokens come from the checkpoint.

@@ -18,13 +18,12 @@ from titan_tools.commands.convert_options import (
     Select,
     ShardSize,
     Workers,
+    checkpoint_argument,
 )
 
 
 def reshard(
-    src: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A DCP checkpoint folder; it is never changed.", show_default=False)
-    ],
+    src: Annotated[Path, checkpoint_argument("SRC", "A DCP checkpoint folder; it is never changed.")],
     dst: Destination,
     for_mesh: ForMesh = None,
     num_files: Annotated[

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from converters.hub_names import find_local
 from converters.model_info import ModelInfo
 from trainer.config.sections import Checkpoint, Model
 
@@ -14,10 +15,13 @@ def is_saving(settings: Checkpoint) -> bool:
 
 
 def initial_path(settings: Checkpoint, model: Model) -> Path | None:
-    """The checkpoint that a run without one of its own starts from; None means initial weights from the seed."""
+    """The checkpoint that a run without one of its own starts from; None means initial weights from the seed.
+
+    Raises CheckpointError for a model's name that the hub's cache does not have.
+    """
     if settings.initial_load_path:
-        return Path(settings.initial_load_path)
-    return Path(model.hf_assets_path) if settings.initial_load_in_hf else None
+        return find_local(settings.initial_load_path)
+    return find_local(model.hf_assets_path) if settings.initial_load_in_hf else None
 
 
 def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:

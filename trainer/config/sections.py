@@ -73,7 +73,7 @@ class Model:
     flavor: str = "debugmodel"
     """Size of the model; `titan models` lists them."""
     hf_assets_path: str = "./tests/assets/tokenizer"
-    """Folder with the model's tokenizer; unset = that of the prepared data."""
+    """Folder with the model's tokenizer, or a name in the hub's cache; unset = that of the prepared data."""
     converters: tuple[Literal["quantize.linear.float8"], ...] = ()
     """Conversions of the model's modules, applied before it is parallelized."""
     print_after_conversion: bool = False
@@ -234,7 +234,7 @@ class Checkpoint:
     interval: Positive = 500
     """Steps between two checkpoints."""
     initial_load_path: str | None = None
-    """Checkpoint to start from, in any format that titan reads; used until the run has its own."""
+    """Checkpoint to start from, of any format, or a name in the hub's cache; used until the run has its own."""
     initial_load_select: str | None = None
     """Which of its models, where it holds several: a name that the refusal lists. Not in torchtitan."""
     initial_load_model_only: bool = True

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import xxhash
 
 from converters.assets import find_assets
+from converters.hub_names import find_local
 from converters.names import TEXT_INDEXES
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note
 from trainer.agree import on_each, on_first
@@ -43,6 +44,8 @@ class Loader(Protocol):
 def text_preparation(model: Model, training: Training, dump_folder: Path, group: dist.ProcessGroup) -> Preparation:
     """How text is tokenized: by the model's tokenizer, on rank 0 for all ranks, into the dump folder."""
     tokenizer = tokenizer_folder(model, training)
+    if tokenizer == find_local(model.hf_assets_path) != Path(model.hf_assets_path):
+        note(f"{model.hf_assets_path}: {tokenizer}")
     return Preparation(
         tokenizer,
         dump_folder / TEXT_INDEXES,

@@ -203,7 +203,10 @@ def test_whatever_does_not_say_its_model_is_helped_by_model_from(titan, folder, 
     text = ["--model-from", "hf"]
     code, _, err = titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp")
     assert code == 2 and "--model-from" in err
-    assert "nowhere: no such folder" in titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *text[:1], "nowhere")[2]
+    assert (
+        "nowhere: no such file or folder"
+        in titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *text[:1], "nowhere")[2]
+    )
     assert titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *text)[0] == 0
     code, out, _ = titan("verify", "bare")
     assert code == 0 and "not possible" in out and "--model-from" in titan("verify", "--help")[1]
