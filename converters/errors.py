@@ -50,6 +50,12 @@ class Preempted(TitanError):
     exit_code = 75
 
 
+class Interrupted(Preempted):
+    """The user asked the job to stop by Ctrl-C."""
+
+    exit_code = 130
+
+
 def list_offenders(names: Sequence[str], *, most: int = 20) -> str:
     """Names on indented lines, folded over layers if there are more than `most`, and how many more lines there are."""
     names = names if len(names) <= most else fold_texts(names)

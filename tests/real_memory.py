@@ -190,7 +190,7 @@ def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps
         step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
         with record_function(_STEPS):
             for _ in range(num_steps):
-                step.run(_batch(*shape, has_documents=job.documents.mask != "none"), optimizer, stop_requested=False)
+                step.run(_batch(*shape, has_documents=job.documents.mask != "none"), optimizer)
                 optimizer.zero_grad()
     return _calls(seen.profiler.kineto_results.experimental_event_tree())
 

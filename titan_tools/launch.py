@@ -25,9 +25,10 @@ from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.config.custom_import import imported_line, where_to_look
 from trainer.rendezvous import launched
-from trainer.signals import die_with_parent
+from trainer.signals import die_with_parent, write_at_once
 
 _PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
+_STEP_DONE = "TITAN_STEP_DONE"  # names a file that rank 0 makes when the first step is done
 _AGENT_GRACE_SECS = 25  # a little less than the agent waits between SIGTERM and SIGKILL
 _GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA; AMD; Windows' GPUs under WSL
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent names a file per rank for its error
@@ -64,15 +65,30 @@ def count_gpus() -> int:
 TITAN = ("-P", "-m", "titan_tools")  # -P: a `trainer` folder in the working directory must not shadow ours
 
 
-def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN, saves: bool = True) -> int:
+def report_step_done() -> None:
+    """Tell `run_ranks` that the ranks take Ctrl-C as a request from now on."""
+    Path(os.environ[_STEP_DONE]).touch()
+
+
+def run_ranks(
+    argv: Sequence[str],
+    *,
+    nproc: int,
+    program: Sequence[str] = TITAN,
+    saves: bool = True,
+    interrupt_answer: str = "",
+) -> int:
     """Run `titan ARGV…` on `nproc` ranks and return its exit code; `program` are Python's arguments before ARGV.
 
     `saves`: on SIGTERM the ranks save and exit. Otherwise SIGTERM kills them and then has its previous effect here.
-    Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt after Ctrl-C.
+    `interrupt_answer`: printed at the first Ctrl-C after `report_step_done`, which is sent to the ranks; any other
+    Ctrl-C kills them.
+    Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt where Ctrl-C killed them.
     """
     with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent():
+        os.environ[_STEP_DONE] = f"{folder}/step-done"
         agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
-        with _forward_signals(agent, saves=saves):
+        with _forward_signals(agent, saves=saves, interrupt_answer=interrupt_answer):
             try:
                 result = agent.run()
             finally:
@@ -133,14 +149,15 @@ def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
 
 
 @contextmanager
-def _forward_signals(agent: Any, *, saves: bool) -> Iterator[None]:
-    """Forward SIGTERM and SIGUSR1 to the ranks, which save and exit with 75; a second SIGTERM, or Ctrl-C, kills them.
+def _forward_signals(agent: Any, *, saves: bool, interrupt_answer: str) -> Iterator[None]:
+    """Forward SIGTERM, SIGUSR1 and Ctrl-C to the ranks, which save and exit; a second SIGTERM or Ctrl-C kills them.
 
-    So does the first SIGTERM if there is nothing to save. The agent's own handlers would give the ranks 30 seconds and
+    So does the first if there is nothing to save. The agent's own handlers would give the ranks 30 seconds and
     lose their exit code.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    stop_requested = killed = False
+    stop_requested = is_interrupted = killed = False
+    step_done = Path(os.environ[_STEP_DONE])
 
     def to_ranks(number: int) -> None:
         for worker in agent.get_worker_group().workers:
@@ -157,6 +174,14 @@ def _forward_signals(agent: Any, *, saves: bool) -> Iterator[None]:
         stop_requested = stop_requested or number == signal.SIGTERM
         to_ranks(number)
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        if is_interrupted or not (interrupt_answer and step_done.exists()):
+            kill_ranks(number, frame)
+        is_interrupted = True
+        write_at_once(interrupt_answer)
+        to_ranks(number)
+
     def kill_ranks(number: int, frame: FrameType | None) -> None:
         nonlocal killed
         killed = True
@@ -171,7 +196,7 @@ def _forward_signals(agent: Any, *, saves: bool) -> Iterator[None]:
     handlers: dict[int, Handler] = {
         signal.SIGTERM: request_stop,
         signal.SIGUSR1: request_stop,
-        signal.SIGINT: kill_ranks,
+        signal.SIGINT: interrupt,
     }
     if not saves:
         handlers = {signal.SIGTERM: kill_and_reraise, signal.SIGINT: kill_ranks}

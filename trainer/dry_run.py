@@ -266,7 +266,7 @@ def _one_step(
         optimizer.step()  # without gradients: runs what follows an update, as before every step but the first
     tokens = torch.zeros(len(passes.times) * training.local_batch_size, training.seq_len, dtype=torch.int64)
     documents = None if job.documents.mask == "none" else tokens.to(torch.int32)
-    step.run(Batch(tokens, targets=tokens, documents=documents), optimizer, stop_requested=False)
+    step.run(Batch(tokens, targets=tokens, documents=documents), optimizer)
 
 
 def _group_names(meshes: Meshes) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """One training step: gradients of all accumulated batches, clipping, one verdict of all ranks, the update."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -97,10 +98,13 @@ class TrainStep:
         max_norm: float,
         local_batch_size: int,
         observer: StepObserver | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
     ):
+        """`stop_requested` is called late in each step; where a rank returns True, the StepResult of all says so."""
         parameters, dims = model.named_parameters().values(), meshes.dims
         self._model = model
         self._observer: StepObserver = observer or NoObserver()
+        self._stop_requested = stop_requested
         self._device = next(iter(parameters)).device
         self._inputs_on = meshes.device_type  # under CPU offload not the parameters' device
         self._batch_group = meshes["batch"].get_group()
@@ -112,13 +116,13 @@ class TrainStep:
             parameters, max_norm=max_norm, ranks_per_stage=ranks_per_stage, copies=model.tied_copies()
         )
 
-    def run(self, samples: Batch, optimizer: torch.optim.Optimizer, *, stop_requested: bool) -> StepResult:
+    def run(self, samples: Batch, optimizer: torch.optim.Optimizer) -> StepResult:
         """The whole step. A loss or a norm that is not finite leaves parameters and optimizer as they are.
 
         On a GPU the host waits once, for the verdict. Optimizers that can leave out an update on the device, as fused
         ones for torch's GradScaler, are launched before that.
         """
-        verdict = self.compute_gradients(samples, stop_requested=stop_requested)
+        verdict = self.compute_gradients(samples)
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             result = verdict.read()
             if result.is_finite:
@@ -132,7 +136,7 @@ class TrainStep:
             del guarded.found_inf
         return verdict.read()
 
-    def compute_gradients(self, samples: Batch, *, stop_requested: bool) -> Verdict:
+    def compute_gradients(self, samples: Batch) -> Verdict:
         """Forward and backward of all accumulated batches, then clipping. Parameters are not updated."""
         # Needed before the first backward: dividing later would clip gradients that are thousands of times too large,
         # and a mean of the batches' means would weigh their tokens unequally. It stays on the device, and `full` fills
@@ -155,7 +159,7 @@ class TrainStep:
         # One all-reduce for the loss, stop requests and experts' tokens. Tensor-parallel ranks hold the same share of
         # the loss.
         share = torch.stack(shares).sum().to(grad_norm)  # under CPU offload the norm is on the CPU
-        sums = torch.stack([share, torch.full_like(grad_norm, stop_requested)])
+        sums = torch.stack([share, torch.full_like(grad_norm, self._stop_requested())])
         counts_LE = self.balance.take().to(grad_norm) if self.balance else None
         if counts_LE is not None:
             sums = torch.cat([sums, counts_LE.flatten()])

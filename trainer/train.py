@@ -1,5 +1,6 @@
 """The training loop: build, load, train, save. Read this first."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
@@ -7,7 +8,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from converters.errors import NumericalFault, Preempted, TitanError
+from converters.errors import Interrupted, NumericalFault, Preempted, TitanError
 from converters.tokenizers.notes import tokenizer_notes
 from converters.tokenizers.reader import vocabulary_file
 from converters.tokenizers.tokenizer import document_ends
@@ -46,13 +47,14 @@ from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
 
 
-def main(config: Config, *, ignore_memory: bool = False) -> None:
+def main(config: Config, *, ignore_memory: bool = False, tell_launcher: Callable[[], None] | None = None) -> None:
     """Train on this rank, together with the other ranks that the launcher has started.
 
     `ignore_memory`: start even if weights, gradients and moments exceed the memory that is available.
+    `tell_launcher`: see StopRequest.
     Raises NumericalFault before an update with NaN, and Preempted after saving on request.
     """
-    stop = StopRequest()
+    stop = StopRequest(tell_launcher=tell_launcher)
     stop.listen()
     FlightRecorder.of(config.comm, Path(config.job.dump_folder)).switch_on()
     ranks = join_ranks(
@@ -130,6 +132,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         max_norm=training.max_norm,
         local_batch_size=training.local_batch_size,
         observer=PhaseNames() if config.profiling.enable_profiling else None,
+        stop_requested=lambda: stop.requested or checkpoints.must_stop,
     )
     state = RunState(model, optimizer, schedule, loader, progress)
 
@@ -166,7 +169,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         while progress.step < training.steps:
             with report.fetching():
                 samples = next(batches)
-            result = train_step.run(samples, optimizer, stop_requested=stop.requested or checkpoints.must_stop)
+            result = train_step.run(samples, optimizer)
             if result.is_finite:
                 progress.ntokens_seen += result.num_valid_tokens
             else:
@@ -190,9 +193,12 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
                 profiler.step()
                 garbage.collect(progress.step)
             if result.stop_requested and not is_last:
-                raise preempted(progress.step, checkpoints)
+                raise stopped(progress.step, num_done, checkpoints, by_user=stop.by_user)
             if progress.step == num_done + 1:
+                stop.take_interrupts(saves=is_saving(settings))
                 timeouts.end_first_step()
+                if dist.get_rank() == 0:
+                    stop.report_step()
     checkpoints.finish()
     exports.make(step_folder(checkpoints.folder, progress.step), is_new=progress.step > num_done)
 
@@ -260,11 +266,14 @@ def _numerical_fault(what: str, checkpoints: Checkpoints) -> NumericalFault:
     )
 
 
-def preempted(step: int, checkpoints: Checkpoints) -> Preempted:
-    """The error that ends the run on request, after the current save."""
+def stopped(step: int, num_done: int, checkpoints: Checkpoints, *, by_user: bool) -> Preempted:
+    """The error that ends the run on request, after the current save. `num_done`: steps that it began with."""
     checkpoints.finish()
-    if checkpoints.last_good_step != step:
-        return Preempted(
-            f"stopped on request after step {step}; nothing was saved: checkpoint.enable or load_only forbids saving"
-        )
-    return Preempted(f"stopped on request after step {step}, which is saved", tries=["the same command, to resume"])
+    kind, how = (Interrupted, "interrupted") if by_user else (Preempted, "stopped on request")
+    if checkpoints.last_good_step == step:
+        return kind(f"{how} after step {step}, which is saved", tries=["the same command, to resume"])
+    lost = f"steps {num_done + 1} to {step} are" if step > num_done + 1 else f"step {step} is"
+    return kind(
+        f"{how} after step {step}; nothing was saved, and {lost} lost",
+        hint="checkpoint.enable = false or checkpoint.load_only = true forbids saving",
+    )

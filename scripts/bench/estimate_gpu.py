@@ -151,7 +151,7 @@ def measure(case: Case) -> dict[str, Any]:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             ids = torch.zeros(shape, dtype=torch.int64)
-            result = step.run(Batch(tokens=ids, targets=ids), optimizer, stop_requested=False)
+            result = step.run(Batch(tokens=ids, targets=ids), optimizer)
             optimizer.zero_grad()
         torch.cuda.synchronize()
         return {

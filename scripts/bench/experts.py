@@ -104,7 +104,7 @@ def make_step(*, is_exchanged: bool) -> Callable[[], Any]:
     tokens = torch.randint(ARGS.vocab_size, (BATCH, SEQ_LEN))
 
     def run() -> None:
-        step.run(Batch(tokens, tokens), optimizer, stop_requested=False)
+        step.run(Batch(tokens, tokens), optimizer)
         optimizer.zero_grad()
 
     return run

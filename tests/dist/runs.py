@@ -276,7 +276,7 @@ def gradients_by_microbatch(config: Config) -> dict[int, tuple[float, float, lis
     found = {}
     for size in (1, 2, 4):
         step = TrainStep(state.model, state.model.meshes, max_norm=1e9, local_batch_size=size)
-        result = step.compute_gradients(Batch(batch.tokens, targets), stop_requested=False).read()
+        result = step.compute_gradients(Batch(batch.tokens, targets)).read()
         found[size] = result.loss, result.grad_norm, [p.grad.clone() for p in state.model.named_parameters().values()]
         assert result.num_valid_tokens == int((targets != IGNORED).sum()) and not result.stop_requested
         state.optimizer.zero_grad()
@@ -332,7 +332,7 @@ def first_losses(config: Config, paths: dict[str, Path]) -> dict[str, float]:
         for parameter in state.model.named_parameters().values():
             parameter.detach().fill_(float("nan"))
         checkpoints.load_initial(path, state)
-        losses[name] = step.compute_gradients(batch, stop_requested=False).read().loss
+        losses[name] = step.compute_gradients(batch).read().loss
         state.optimizer.zero_grad()
     return losses
 

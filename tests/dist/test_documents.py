@@ -131,10 +131,10 @@ def compared(layout: Layout, flavor: str, mask: str, path: Path) -> dict:
     step = make_step(model, config, max_norm=float("inf"))
     given = []
     hook = model.parts[0].register_forward_pre_hook(lambda _, *inputs: given.append(inputs), with_kwargs=True)
-    result = step.compute_gradients(own_packed(model, mask), stop_requested=False).read()
+    result = step.compute_gradients(own_packed(model, mask)).read()
     hook.remove()
     found = gradients_of(model)
-    step.compute_gradients(own_packed(model, mask), stop_requested=False)
+    step.compute_gradients(own_packed(model, mask))
     again = gradients_of(model)
     validated = whole_loss(model, model.forward_loss(own_packed(model, mask))) / expected["num_valid"]
     return {

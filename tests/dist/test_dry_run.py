@@ -63,10 +63,10 @@ def really(words):
     samples = training.global_batch_size // dims.batch if training.global_batch_size > 0 else training.local_batch_size
     tokens = torch.randint(args.vocab_size, (samples, training.seq_len))
     batch = Batch(tokens=tokens, targets=tokens)
-    step.run(batch, optimizer, stop_requested=False)
+    step.run(batch, optimizer)
     optimizer.zero_grad()
     with Counting() as counting, bytes_given_to_torch() as exchanged:
-        step.run(batch, optimizer, stop_requested=False)
+        step.run(batch, optimizer)
     found = plain(_by_axis(counting.count, _group_names(meshes)))
     if dims.ep > 1:
         assert found["ep", "all-to-all"] == (len(exchanged), sum(exchanged))

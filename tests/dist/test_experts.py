@@ -272,7 +272,7 @@ def train_and_look(layout: Layout, flavor: str, steps: int, *, sees_routes: bool
     made = []
     for step in range(steps):
         biases = {fqn: b.numpy().copy() for fqn, b in model.state_dict().items() if fqn.endswith("expert_bias")}
-        result = train_step.run(own_batch(model, step), optimizer, stop_requested=False)
+        result = train_step.run(own_batch(model, step), optimizer)
         routes = routed.take() if routed else {}
         model.forward_loss(own_batch(model, step + 1))  # as a validation, which must not be counted
         if routed:
@@ -493,7 +493,7 @@ def biases_after_a_bad_step(implementation: str) -> list[tuple[bool, dict, dict]
     train_step, found, forward_backward = make_step(model, config, max_norm=1.0), [], model.forward_backward
     for step in range(3):
         model.forward_backward = lambda *args, factor=(1, float("nan"), 1)[step]: forward_backward(*args) * factor
-        result = train_step.run(own_batch(model, 0), optimizer, stop_requested=False)
+        result = train_step.run(own_batch(model, 0), optimizer)
         optimizer.zero_grad()
         biases = {fqn: b.numpy().copy() for fqn, b in model.state_dict().items() if fqn.endswith("expert_bias")}
         found.append((result.is_finite, biases, {load.layer: load.max_over_mean for load in result.expert_loads}))

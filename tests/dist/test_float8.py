@@ -121,7 +121,7 @@ def train_and_follow(layout: Layout) -> dict:
     model.follow(optimizer)
     step, losses = make_step(model, config, max_norm=1.0), []
     for number in range(3):
-        losses.append(step.run(own_batch(model, number), optimizer, stop_requested=False).loss)
+        losses.append(step.run(own_batch(model, number), optimizer).loss)
         optimizer.zero_grad()
     wrapped = [p._local_tensor for p in model.named_parameters().values()]
     scales = [tensor._precomputed_scale for tensor in wrapped if hasattr(tensor, "_precomputed_scale")]

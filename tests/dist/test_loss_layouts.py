@@ -161,7 +161,7 @@ def unevenly_valid_step(layout: Layout, samples: Batch) -> tuple[float, float, i
     mesh = model.meshes["batch"]
     own = Batch(*(t.chunk(mesh.size())[mesh.get_local_rank()] for t in (samples.tokens, samples.targets)))
     step = TrainStep(model, model.meshes, max_norm=1.0, local_batch_size=config.training.local_batch_size)
-    result = step.compute_gradients(own, stop_requested=False).read()
+    result = step.compute_gradients(own).read()
     return result.loss, result.grad_norm, result.num_valid_tokens
 
 

@@ -53,7 +53,7 @@ def state_of_a_step(layout: Layout, flavor: str) -> tuple[int, int]:
         summed_later()
 
     model.sum_tied_gradients = look  # type: ignore[method-assign]
-    make_step(model, job.config, max_norm=1.0).compute_gradients(own_batch(model, 0), stop_requested=False)
+    make_step(model, job.config, max_norm=1.0).compute_gradients(own_batch(model, 0))
     return found[0], *state_bytes(job, [dist.get_rank()])
 
 

@@ -96,7 +96,7 @@ def reads_of_a_step(layout: Layout, implementation: str, flavor: str = "debug_gq
         optimizer.register_step_pre_hook(lambda *_: num_before_update.append(len(reads.names)))
         for _ in range(2):
             reads.names.clear()
-            step.run(_Counted(samples.tokens, samples.targets), optimizer, stop_requested=False)
+            step.run(_Counted(samples.tokens, samples.targets), optimizer)
             optimizer.zero_grad()
     return reads.names, num_before_update[-1] > 0
 
@@ -169,7 +169,7 @@ def updated_by_torch_too(layout: Layout) -> list[str]:
     )
     step = make_step(model, config, max_norm=1.0)
     for number in range(2):
-        step.compute_gradients(own_batch(model, number), stop_requested=False)
+        step.compute_gradients(own_batch(model, number))
         for fqn, parameter in model.named_parameters().items():
             copies[fqn].grad = parameter.grad.clone()
         ours.step()
@@ -195,10 +195,8 @@ def test_an_error_of_the_update_leaves_no_guard_on_the_optimizer():
     def fail(optimizer, verdict):
         raise RuntimeError("a hook")
 
-    step = SimpleNamespace(
-        compute_gradients=lambda samples, stop_requested: SimpleNamespace(found_inf=torch.ones(())), _update=fail
-    )
+    step = SimpleNamespace(compute_gradients=lambda samples: SimpleNamespace(found_inf=torch.ones(())), _update=fail)
     optimizer = SimpleNamespace(_step_supports_amp_scaling=True)
     with pytest.raises(RuntimeError, match="a hook"):
-        TrainStep.run(step, None, optimizer, stop_requested=False)
+        TrainStep.run(step, None, optimizer)
     assert not hasattr(optimizer, "found_inf")

@@ -15,6 +15,7 @@ from tests.dist.runs import differences, make_data, read_losses, run
 from tests.torchtitan_release import write_first_run
 from titan_tools import launch
 from trainer.config.load import load_config
+from trainer.signals import interrupt_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 TITAN = [sys.executable, "-P", "-m", "titan_tools"]
@@ -140,6 +141,74 @@ def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(con
     assert differences(tmp_path / "checkpoint" / "step-12", config.parent / "checkpoint" / "step-12") == []
 
 
+SLOW = """
+import time
+from trainer.optim.adam import LocalAdam
+
+whole = LocalAdam.step
+
+def step(*args, **keys):
+    time.sleep(0.3)
+    return whole(*args, **keys)
+
+LocalAdam.step = step
+"""
+
+
+def _interrupted(config, tmp_path, *overrides, program=TITAN, presses=1):
+    """A run that Ctrl-C interrupts in its third step or later: exit code, output, and its newest step on disk."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    slow = ("--training.steps", 1000, "--experimental.custom_import", tmp_path / "slow.py")
+    checkpoints = ("--checkpoint.interval", 500, "--job.dump_folder", tmp_path)
+    process = _start("train", config, *slow, *checkpoints, *overrides, program=program)
+    process.stdout.readline(), process.stdout.readline()
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # two that come at once are one
+    out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err or program != TITAN
+    return (
+        process.returncode,
+        [int(line.split()[1]) for line in out.splitlines()],
+        err,
+        max(_saved(tmp_path), default=0),
+    )
+
+
+ONE_RANK = ("--parallelism.data_parallel_shard_degree", 1)
+
+
+def test_ctrl_c_saves_at_the_end_of_the_step(config, tmp_path):
+    code, steps, err, saved = _interrupted(config, tmp_path, *ONE_RANK)
+    assert (code, saved) == (130, steps[-1]) and steps[-1] < 10
+    assert err.count(interrupt_answer(saves=True)) == 1
+    assert err.endswith(f"error: interrupted after step {saved}, which is saved\ntry: the same command, to resume\n")
+
+
+def test_ctrl_c_without_checkpoints_says_what_is_lost(config, tmp_path):
+    code, steps, err, saved = _interrupted(config, tmp_path, *ONE_RANK, "--checkpoint.no_enable")
+    assert (code, saved) == (130, 0)
+    assert err.count(interrupt_answer(saves=False)) == 1
+    assert f"error: interrupted after step {steps[-1]}; nothing was saved, and steps 1 to {steps[-1]} are lost" in err
+
+
+@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/test_launch.py
+def test_a_second_ctrl_c_ends_training_at_once(config, tmp_path):
+    code, _, err, saved = _interrupted(config, tmp_path, presses=2)
+    assert (code, saved) == (130, 0) and err.endswith("error: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_ctrl_c_on_many_ranks(config, tmp_path, by_torchrun):
+    """torchrun has its own exit code, and prints the traceback of the signal."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    program = (*torchrun, *TITAN) if by_torchrun else TITAN
+    code, steps, err, saved = _interrupted(config, tmp_path, program=program)
+    assert (code, saved) == (1 if by_torchrun else 130, steps[-1])
+    assert err.count(interrupt_answer(saves=True)) == 1 and f"interrupted after step {saved}, which is saved" in err
+
+
 FAULT = """
 import os, signal
 
@@ -175,7 +244,8 @@ def test_the_rank_that_failed_is_reported_and_no_other(config, tmp_path, fault, 
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - seen < 29  # and not after the agent's or a collective's patience
     assert process.returncode == 3 and message in err, err
-    talk = [line for line in err.splitlines() if not line.startswith(("saved", "default job", "started from"))]
+    talk = err.splitlines()
+    talk = talk[[line.startswith("saved") for line in talk].index(True) + 1 :]
     is_slip = "slip" in fault
     assert talk[0] == ("rank 1:" if is_slip else message), err
     assert err.count("Traceback") == is_slip and err.count("error:") == 1 and "lost a peer" not in err

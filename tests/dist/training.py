@@ -179,7 +179,7 @@ def train_model(model: TrainModel, config: Config, steps: int) -> dict:
     train_step = make_step(model, config, max_norm=config.training.max_norm)
     losses, norms = [], []
     for step in range(steps):
-        result = train_step.run(own_batch(model, step), optimizer, stop_requested=False)
+        result = train_step.run(own_batch(model, step), optimizer)
         optimizer.zero_grad()
         schedule.step()
         losses.append(result.loss)
@@ -194,7 +194,7 @@ def first_gradients(layout: Layout, flavor: str) -> dict[str, torch.Tensor]:
 
 def _gradients_of_a_step(model: TrainModel, config: Config) -> dict[str, torch.Tensor]:
     # Unclipped: a scale that is off in its last digits would be in all of them
-    make_step(model, config, max_norm=float("inf")).compute_gradients(own_batch(model, 0), stop_requested=False)
+    make_step(model, config, max_norm=float("inf")).compute_gradients(own_batch(model, 0))
     gradients = {}
     for fqn, parameter in model.named_parameters().items():
         gradients[fqn], parameter.grad = _whole(parameter.grad), None

@@ -74,14 +74,14 @@ def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelis
 
     optimizer.register_step_post_hook(after_update)
     for _ in range(3):  # compiles, captures, settles
-        step.run(Batch(tokens, tokens), optimizer, stop_requested=False)
+        step.run(Batch(tokens, tokens), optimizer)
         optimizer.zero_grad()
     torch.cuda.synchronize()
     is_updated = False
     torch.cuda.set_sync_debug_mode("error")  # raises at any operation that makes the host wait
     try:
         with patch.object(torch.cuda.Event, "synchronize", synchronize):
-            result = step.run(Batch(tokens, tokens), optimizer, stop_requested=False)
+            result = step.run(Batch(tokens, tokens), optimizer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits == [True]
@@ -91,7 +91,7 @@ def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelis
 def test_a_step_that_is_not_finite_leaves_weights_and_moments(group):
     model, optimizer, step = make_run({}, {})
     tokens = torch.randint(2048, (2, 64))
-    assert step.run(Batch(tokens, tokens), optimizer, stop_requested=False).is_finite
+    assert step.run(Batch(tokens, tokens), optimizer).is_finite
 
     def held():
         states = [value for state in optimizer.state.values() for value in state.values()]
@@ -101,11 +101,11 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments(group):
     before = held()
     norm = model.parts[0].norm
     hook = norm.register_forward_hook(lambda module, args, output: output * float("inf"))
-    assert not step.run(Batch(tokens, tokens), optimizer, stop_requested=False).is_finite
+    assert not step.run(Batch(tokens, tokens), optimizer).is_finite
     hook.remove()
     assert all(map(torch.equal, held(), before))
     optimizer.zero_grad()
-    assert step.run(Batch(tokens, tokens), optimizer, stop_requested=False).is_finite
+    assert step.run(Batch(tokens, tokens), optimizer).is_finite
     assert not any(map(torch.equal, held(), before))
 
 
@@ -128,7 +128,7 @@ def test_one_rank_without_fsdp_has_its_numbers(group, sections):
             assert is_sharded == (parallelism == FSDP)
             for number in range(5):
                 tokens = torch.randint(2048, (4, 64), generator=torch.Generator().manual_seed(number))  # two batches
-                found.append(step.run(Batch(tokens, tokens), optimizer, stop_requested=False))
+                found.append(step.run(Batch(tokens, tokens), optimizer))
                 optimizer.zero_grad()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -48,18 +48,27 @@ def train(
 
     Every key of the config can be given as --section.key VALUE; `titan config show CONFIG` lists them. The
     command starts the ranks; under torchrun or a scheduler it runs one of them. On SIGTERM or SIGUSR1 it saves after
-    the step and exits with 75.
+    the step and exits with 75, on Ctrl-C with 130; a second one ends it at once.
 
     Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0). PYTORCH_ALLOC_CONF is set to
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.errors import ConfigError
-    from titan_tools.launch import count_gpus, inside_launch, rank_errors, run_ranks
+    from titan_tools.launch import (
+        count_gpus,
+        inside_launch,
+        rank_errors,
+        report_step_done,
+        run_ranks,
+        started_by_titan,
+    )
     from titan_tools.memory.allocator_settings import choose_allocator
+    from trainer.checkpoints.problems import is_saving
     from trainer.config.load import load_config
     from trainer.job import required_world_size, resolve_job
     from trainer.memory_bound import is_in_gpus, too_large_for_host
     from trainer.observability.log import shown_ranks
+    from trainer.signals import interrupt_answer
 
     choose_allocator()  # before custom_import, which may load torch
     check_words(context, config)
@@ -75,7 +84,7 @@ def train(
         with rank_errors(less_memory=[f"titan estimate-memory {config} shows what takes the memory"]):
             from trainer.train import main
 
-            main(settings, ignore_memory=ignore_memory)
+            main(settings, ignore_memory=ignore_memory, tell_launcher=report_step_done if started_by_titan() else None)
         return
     num_gpus = count_gpus()
     num_ranks = nproc or max(num_gpus, required_world_size(settings.parallelism))
@@ -94,6 +103,7 @@ def train(
         raise error
     shown_ranks(num_ranks)  # so is an invalid LOG_RANK
     passed = ["--ignore-memory"] if ignore_memory else []
-    exit_code = run_ranks(["train", config, *passed, *context.args], nproc=num_ranks)
+    answer = interrupt_answer(saves=is_saving(settings.checkpoint))
+    exit_code = run_ranks(["train", config, *passed, *context.args], nproc=num_ranks, interrupt_answer=answer)
     if exit_code:
         raise typer.Exit(exit_code)

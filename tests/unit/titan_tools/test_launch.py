@@ -21,7 +21,9 @@ import sys
 from converters.errors import TitanError
 from titan_tools.launch import run_ranks
 try:
-    sys.exit(run_ranks([], nproc=2, program=["-P", sys.argv[1]], saves=len(sys.argv) < 3))
+    saves = len(sys.argv) < 3
+    answer = "answered" if saves else ""
+    sys.exit(run_ranks([], nproc=2, program=["-P", sys.argv[1]], saves=saves, interrupt_answer=answer))
 except TitanError as error:
     print("error:", error.message, "| hint:", error.hint, "| tries:", error.tries, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -243,6 +245,44 @@ def test_ctrl_c_or_a_second_sigterm_kills_the_ranks(tmp_path, signals):
         process.send_signal(number)
         _wait_for_ranks(tmp_path, "asked")  # two that come at once are one
     process.send_signal(signals[-1])
+    process.communicate(timeout=29)  # less than the agent waits before it kills
+    assert process.returncode == 130
+    _wait_for_the_end_of(pids)
+
+
+STEPPING = """
+    from titan_tools.launch import report_step_done
+    asked = []
+    signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+    (FOLDER / f"ready-{RANK}").touch()
+    while not (FOLDER / "ready-1").exists():
+        time.sleep(0.02)
+    if RANK == 0:
+        report_step_done()
+        (FOLDER / "done-0").touch(); (FOLDER / "done-1").touch()
+    deadline = time.monotonic() + 60
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (FOLDER / f"asked-{RANK}").touch()
+"""
+
+
+def test_ctrl_c_after_a_step_asks_every_rank_once(tmp_path):
+    body = STEPPING + "    time.sleep(1)\n    assert asked == [1]\n    os._exit(77)\n"
+    process = _start(tmp_path, body)
+    _wait_for_ranks(tmp_path, "done")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (77, "answered\n")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_after_a_step_kills_the_ranks(tmp_path):
+    process = _start(tmp_path, STEPPING + "    time.sleep(60)\n")
+    pids = _wait_for_ranks(tmp_path, "done")
+    process.send_signal(signal.SIGINT)
+    _wait_for_ranks(tmp_path, "asked")
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=29)  # less than the agent waits before it kills
     assert process.returncode == 130
     _wait_for_the_end_of(pids)

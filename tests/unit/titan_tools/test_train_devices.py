@@ -16,7 +16,7 @@ def started(monkeypatch):
     """How many ranks each launch on this machine of two GPUs asks for."""
     asked = []
     monkeypatch.setattr(launch, "count_gpus", lambda: 2)
-    monkeypatch.setattr(launch, "run_ranks", lambda argv, *, nproc: asked.append((argv, nproc)) or 0)
+    monkeypatch.setattr(launch, "run_ranks", lambda argv, *, nproc, **_: asked.append((argv, nproc)) or 0)
     monkeypatch.delenv("RANK", raising=False)
     return asked
 

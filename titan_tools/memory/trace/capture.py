@@ -174,7 +174,7 @@ def _one_step(
     """As trainer/train.py."""
     recorder.point = StepPoint(number, "forward", microbatch=-1)
     # The step alone holds the batch
-    step.run(_batch(num_samples, config.training.seq_len, has_documents=has_documents), optimizer, stop_requested=False)
+    step.run(_batch(num_samples, config.training.seq_len, has_documents=has_documents), optimizer)
     recorder.point = StepPoint(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 
