@@ -1,17 +1,22 @@
-"""Write the results of test_versions.sh as the table of docs/versions.md. Usage: versions_table.py STATE CELL…"""
+"""Write the results of test_versions.sh as the table of docs/versions.md, and the versions of cells that ran as JSON.
 
+Usage: versions_table.py STATE CELL…
+"""
+
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "versions.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RECORD = ROOT / "docs" / "versions.md", ROOT / "titan_tools" / "tested_versions.json"
 BEGIN, END = "<!-- results: written by scripts/versions_table.py -->\n", "<!-- end of results -->"
 PACKAGES = ("python", "torch", "torchao", "transformers", "huggingface_hub", "torchtune")
 HEADINGS = ("cell", *PACKAGES, "tests", "commands", "commit")
 
 
-def main(state: Path, cells: list[str], page: Path = PAGE) -> None:
+def main(state: Path, cells: list[str], page: Path = PAGE, record: Path = RECORD) -> None:
     rows, failures = [], []
     for name in cells:
         row, failed = _row(state / name)
@@ -22,6 +27,10 @@ def main(state: Path, cells: list[str], page: Path = PAGE) -> None:
         lines += ["", "Failures:", "", *failures]
     before, rest = page.read_text().split(BEGIN)
     page.write_text("\n".join([before + BEGIN, *lines, "", END]) + rest.split(END)[1])
+    ran = [dict(zip(HEADINGS, row, strict=True)) for row in rows if row[1]]
+    record.write_text(
+        json.dumps({**json.loads(record.read_text()), "tested": ran}, indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def _row(cell: Path) -> tuple[list[str], list[str]]:

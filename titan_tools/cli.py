@@ -84,19 +84,33 @@ _TAKES_OVERRIDES = {
 }  # --section.key VALUE
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
-        from importlib.metadata import version
+def _print_version(context: typer.Context, requested: bool) -> None:
+    if not requested:
+        return
+    from titan_tools.console import print_json
+    from titan_tools.installation import versions
 
-        print(f"titan {version('titan-tools')}")
-        raise typer.Exit
+    found = versions()
+    if context.params["as_json"]:
+        print_json(found)
+    else:
+        print(f"titan {found['titan']}")
+    raise typer.Exit
 
 
 @app.callback()
 def _options_of_titan(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, help="Print the version.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            is_eager=True,  # known when --version is handled
+            help="With --version: titan's version, those of the packages it works with, and what was tested together.",
+        ),
     ] = False,
     module: Annotated[
         str | None,
@@ -109,6 +123,8 @@ def _options_of_titan(
         ),
     ] = None,
 ) -> None:
+    if as_json:
+        context.fail(f"--json goes after the command: titan {context.invoked_subcommand} --json")
     if context.invoked_subcommand in _RUN_MODELS:
         from titan_tools.installation import note_on_torch
         from titan_tools.launch import started_by_titan

@@ -8,6 +8,7 @@ import csv
 import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import sys
@@ -22,8 +23,9 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 DISTRIBUTION = "titan-tools"
-NEWEST_TESTED_TORCH = (2, 15)
 _HOME = Path(__file__).resolve().parent.parent
+TESTED = json.loads(Path(__file__).with_name("tested_versions.json").read_text("utf-8"))
+NEWEST_TESTED_TORCH = max(tuple(map(int, cell["torch"].split(".")[:2])) for cell in TESTED["tested"])
 _PACKAGES = ("trainer", "converters")
 
 
@@ -77,6 +79,24 @@ def note_on_torch() -> str:
     """One line for a torch that is newer than all that titan was tested with, else empty. Does not import torch."""
     found, newest = _torch_version(), NEWEST_TESTED_TORCH
     return f"torch {_dotted(found)} was not tested with titan; {_dotted(newest)} was" if found > newest else ""
+
+
+def versions() -> dict[str, Any]:
+    """Versions of titan and of what it works with, as installed here, and those that were tested together.
+
+    Without an installed titan, or for a package that is absent, the version is None.
+    """
+    installed: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "torchao", "transformers", "huggingface_hub", "torchtune"):
+        installed[name] = _version(name)
+    return {"titan": _version(DISTRIBUTION), "installed": installed, **TESTED}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def _origin(spec: ModuleSpec | None) -> Path | None:
@@ -179,10 +199,7 @@ def _untested_torch(error: BaseException) -> Problem | None:
 
 
 def _torch_version() -> tuple[int, ...]:
-    try:
-        found = version("torch")
-    except PackageNotFoundError:
-        return ()
+    found = _version("torch") or ""
     return tuple(int(number) for number in re.findall(r"\d+", found.partition("+")[0])[:2])
 
 

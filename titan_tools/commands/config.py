@@ -155,31 +155,33 @@ def upgrade(
         raise typer.Exit(1)
 
 
-@config_app.command("init", short_help="Write a preset to a file.")
+@config_app.command("init", short_help="Write a preset or a launch script to a file.")
 def init(
-    preset: Annotated[str | None, typer.Argument(help="Preset to start from; default: list the presets.")] = None,
+    preset: Annotated[
+        str | None, typer.Argument(metavar="PRESET", help="Preset or launch script; default: list them.")
+    ] = None,
     out: Annotated[Path | None, typer.Argument(help="File to write; default: PRESET.toml.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write a preset to a file for editing; or list the presets.
+    """Write a preset to a file for editing, or a script that launches training; or list them.
 
     \b
     Examples:
       titan config init
       titan config init llama3_8b my_run.toml
+      titan config init multinode_trainer.slurm
     """
     from titan_tools.console import print_json, table
-    from trainer.config.preset import describe_presets, write_preset
+    from trainer.config.preset import describe_presets, describe_scripts, preset_names, write_template
 
     if preset is None:
         if as_json:
-            print_json({"presets": dict(describe_presets())})
+            print_json({"presets": dict(describe_presets()), "launch_scripts": dict(describe_scripts())})
         else:
-            table(("preset", "what"), describe_presets())
+            table(("preset", "what"), [*describe_presets(), *describe_scripts()])
         return
-    out = out or Path(f"{preset}.toml")
-    write_preset(preset, out)
+    out = write_template(preset, out)
     if as_json:
         print_json({"preset": preset, "written": str(out)})
     else:
-        print(f"wrote {out}; try: titan config show {out}")
+        print(f"wrote {out}" + (f"; try: titan config show {out}" if preset in preset_names() else ""))

@@ -1,5 +1,7 @@
 """The table of tested versions says what passed, what failed and what pip refused."""
 
+import json
+
 import pytest
 
 from scripts.versions_table import BEGIN, END, main
@@ -34,7 +36,9 @@ def cell(tmp_path):
 def rendered(cell):
     page = cell.parent / "page.md"
     page.write_text(f"above\n{BEGIN}old\n{END}\nbelow\n")
-    main(cell.parent, ["newest-3.12", "pinned-3.13"], page)
+    record = cell.parent / "record.json"
+    record.write_text('{"torchtitan": "0.2.2", "tested": []}')
+    main(cell.parent, ["newest-3.12", "pinned-3.13"], page, record)
     return page.read_text()
 
 
@@ -47,6 +51,10 @@ def test_a_cell_counts_and_lists_what_failed(cell):
     assert "| 2.15.0 | 0.18.0 |" in row and "| 1 passed, 1 failed | 0123abcd, 2026-11-28 |" in row
     failures = ["`tests/test_a.py::test_two[a|b]`", "`tests/test_b.py::x`", "`titan infer --tp 2`"]
     assert [line for line in text.splitlines() if line.startswith("- ")] == [f"- newest-3.12: {x}" for x in failures]
+    recorded = json.loads((cell.parent / "record.json").read_text())
+    assert recorded["torchtitan"] == "0.2.2" and [(x["cell"], x["torch"]) for x in recorded["tested"]] == [
+        ("newest-3.12", "2.15.0")
+    ]
 
 
 def test_torchtune_shows_the_torchao_that_it_came_with(cell):

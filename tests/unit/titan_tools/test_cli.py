@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import json
 import os
 import resource
 import shlex
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -18,6 +20,7 @@ from converters import hub_names
 from titan_tools import cli
 from titan_tools.cli import app
 
+ROOT = Path(__file__).resolve().parents[3]
 TITAN = [sys.executable, "-m", "titan_tools"]
 COMMANDS = {
     "convert", "inspect", "diff", "verify", "reshard", "seed", "estimate-memory", "train", "infer", "data", "config",
@@ -127,6 +130,15 @@ def test_another_trainer_package_is_refused(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "is not titan's" in done.stderr and "the wrong package ran" not in done.stderr + done.stdout
+
+
+def test_the_version_as_json_has_the_tested_versions(titan):
+    found = json.loads(titan("--version", "--json").stdout)
+    assert found["installed"]["torch"] == torch.__version__ and found["torchtitan"] == "0.2.2"
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for cell in found["tested"]:
+        assert " | ".join(cell.values()).replace("|  |", "| |") in page.replace("|  |", "| |"), cell["cell"]
+    assert titan("--json", "models").returncode == 2
 
 
 def test_help_has_a_short_form_and_there_is_a_version(titan):

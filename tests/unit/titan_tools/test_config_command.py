@@ -184,6 +184,9 @@ def test_init_lists_and_writes_presets(titan, tmp_path):
     assert again.returncode == 2 and "exists already" in again.stderr
     assert (tmp_path / "my.toml").read_text() == "mine"
     assert titan("config", "init", "llama3_9b").returncode == 2
+    assert titan("config", "init", "multinode_trainer.slurm").returncode == 0  # part of the package
+    script = tmp_path / "multinode_trainer.slurm"
+    assert script.read_text().startswith("#!") and script.stat().st_mode & 0o100
 
 
 OLD = "# mine\n[training]\ncompile = true  # faster\nsteps = 3\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from converters.errors import ConfigError, TitanError
 from converters.names import SECTIONS
 from trainer.config.load import load_config, origins
-from trainer.config.preset import preset_names, write_preset
+from trainer.config.preset import preset_names, write_template
 from trainer.config.refused import REFUSED, REFUSED_VALUES
 from trainer.config.renamed import RENAMED
 from trainer.config.sections import Checkpoint, Config
@@ -266,14 +266,14 @@ def test_a_file_of_that_name_goes_before_a_preset(tmp_path, monkeypatch):
 
 def test_a_written_preset_loads_and_is_never_written_over(tmp_path):
     out = tmp_path / "mine.toml"
-    write_preset("debug", out)
+    write_template("debug", out)
     assert load_config(out) == load_config("debug")
     with pytest.raises(ConfigError, match="exists already"):
-        write_preset("debug", out)
+        write_template("debug", out)
     with pytest.raises(ConfigError, match="there is no preset"):
-        write_preset("debugg", tmp_path / "other.toml")
+        write_template("debugg", tmp_path / "other.toml")
     with pytest.raises(ConfigError, match="No such file"):
-        write_preset("debug", tmp_path / "nowhere" / "mine.toml")
+        write_template("debug", tmp_path / "nowhere" / "mine.toml")
 
 
 def test_shown_values_are_toml_and_lead_back_to_the_same_config(tmp_path):
