@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from converters.weights import open_native
 from tests.dist import runs
-from tests.tiny_llama import write_tokenizer
+from titan_tools import cli
 from trainer.config.custom_import import import_custom
 from trainer.models.registry import get_trainer_family
 
@@ -39,13 +39,16 @@ for command in commands:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files of the page, and a tokenizer."""
+    """A folder with the files of the page, and the tokenizer of its first command."""
     folder = tmp_path_factory.mktemp("outside")
     for name, content in re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.S):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
-    (folder / "tokenizer").mkdir()
-    write_tokenizer(folder / "tokenizer")
+    command = shlex.split(re.findall(r"```console\n\$ (titan data prepare .*)\n", PAGE)[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        patch.chdir(folder)
+        assert cli.run() == 0
     return folder
 
 
@@ -82,8 +85,12 @@ def _environment():
 
 def test_the_commands_of_the_page_run(folder):
     (block,) = re.findall(r"```console\n(.*?)```", PAGE, re.S)
-    commands = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
-    assert len(commands) >= 7 and {command[0] for command in commands} == {"titan"}
+    made, *commands = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
+    assert (
+        made[:3] == ["titan", "data", "prepare"]
+        and len(commands) >= 7
+        and {command[0] for command in commands} == {"titan"}
+    )
     done = subprocess.run(
         [sys.executable, "-P", "-c", RUN_ALL, json.dumps(commands)],
         cwd=folder,
@@ -207,6 +214,120 @@ def test_the_mixture_of_experts_of_the_page_trains(pools, folder, tmp_path):
     assert losses[4] < losses[1]
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert {f"expert_load/layer_{n}" for n in range(3)} <= record.keys()
+
+
+SCALED = """
+from converters.api import Family, ModelArgs, hf_config, llama, register_family
+from trainer.api import Attention, FeedForward, Transformer, TrainerFamily, register_model
+
+SCALE = 0.7
+CONFIG = hf_config.ConfigClass("Granite", "GraniteForCausalLM", "granite", max_seq_len=64)
+
+
+class Scaled(Attention):
+    def forward(self, x, rotations):
+        from trainer.models.llama3.rope import rotate
+
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.wq, self.wk, self.wv))
+        return self.wo(self.inner_attention(rotate(q, rotations), rotate(k, rotations), v, CALL).flatten(-2))
+
+
+def build_model(args):
+    from trainer.models.llama3.model import TransformerBlock
+
+    class Block(TransformerBlock):
+        def forward(self, x, rotations):
+            x = x + self.attention(self.attention_norm(x), rotations)
+            return x + self.feed_forward(self.ffn_norm(x))
+
+    model = Transformer(args, Scaled)
+    for number in model.layers:
+        model.layers[number].__class__ = Block
+    return model
+
+
+register_model("granite", TrainerFamily(build_model))
+register_family(
+    Family(
+        name="granite",
+        flavors={"tiny": ModelArgs(32, 2, 4, 2, 8, 64, vocab_size=290, rope_theta=10000.0, max_seq_len=128)},
+        parameters=llama.parameters,
+        namings={"hf": llama.HF},
+        args_from_hf_config=lambda config: hf_config.args_from_hf_config(config, CONFIG),
+        hf_config=lambda args: hf_config.hf_config(args, CONFIG),
+        hf_architectures=("GraniteForCausalLM",),
+    )
+)
+"""
+
+
+@pytest.fixture(scope="module", params=["SCALE", "scale=SCALE"])
+def scaled(request, tmp_path_factory):
+    """A module whose attention has a scale, and whose layers pass everything by position."""
+    module = tmp_path_factory.mktemp("scaled") / f"scaled_by_{'name' if '=' in request.param else 'position'}.py"
+    module.write_text(SCALED.replace("CALL", request.param))
+    return module
+
+
+def cached_logits(module, checkpoint, tokens):
+    """Case: the logits of each token by way of the cache: of half of them as a prompt, then one by one, in two ways."""
+    from titan_tools.infer.decoding.engine import Engine
+    from titan_tools.infer.model.load import load_model
+
+    import_custom(str(module))
+    with open_native(checkpoint) as weights:
+        model = load_model(weights.source, weights.info, dtype=torch.float32, device=torch.device("cpu"))
+    half, logits = len(tokens) // 2, []
+    for static in (False, True):
+        engine = Engine(model, rows=1, room=64, static=static)
+        logits.append([engine.prefill(0, tokens[:half]).tolist()])
+        logits[-1] += [engine.decode([token])[0].tolist() for token in tokens[half:]]
+    return logits
+
+
+def test_scores_are_scaled_as_transformers_scales_them(pools, scaled, tmp_path):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    config = GraniteConfig(
+        **numbers, vocab_size=97, intermediate_size=64, initializer_range=0.2, attention_multiplier=0.7
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GraniteForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(97, (32,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0, 15:]
+    (found,) = pools[1].run(cached_logits, scaled, tmp_path, tokens)
+    assert expected.std() > 0.1
+    for logits in found:
+        torch.testing.assert_close(torch.tensor(logits), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"parallelism": {"tensor_parallel_degree": 2}},
+        {"parallelism": {"context_parallel_degree": 2}},
+    ],
+    ids=["tp2", "cp2"],
+)
+def test_a_scale_is_the_same_in_every_layout(pools, data, scaled, tmp_path, layout):
+    losses = {}
+    for name, sections in {"one": {}, "many": layout}.items():
+        config = runs.make_config(data, tmp_path / name, flavor="tiny", model={"name": "granite"}, steps=2, **sections)
+        ranks = pools[2 if sections else 1].run(train_with, scaled, config)
+        assert set(ranks) == {""}, ranks
+        losses[name] = runs.read_losses(tmp_path / name)
+    assert losses["one"].keys() == {1, 2}
+    assert all(abs(losses["many"][step] - losses["one"][step]) <= 5e-6 for step in (1, 2)), losses
+
+
+def train_with(module, config):
+    """Case: a run with a module imported."""
+    import_custom(str(module))
+    return runs.run(config)
 
 
 def test_without_the_import_it_is_reported_what_is_missing(folder, titan, tmp_path, monkeypatch):

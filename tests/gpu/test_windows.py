@@ -90,7 +90,7 @@ def test_a_context_rank_computes_its_part(kind, rank, monkeypatch):
     here, whole = head_tail_positions(LENGTH, rank, 2), torch.zeros(1, LENGTH, dtype=torch.int32, device=GPU)
     numbers = whole if kind.chunk is None else chunks_of_documents(whole, kind.chunk)
     attend = ContextParallelAttention(None, masked=FlexAttention(kind.window), kind=kind)
-    found = attend(*(x[:, here] for x in (q, k, v)), attend.make_masks(numbers), sinks_N=used)
+    found = attend(*(x[:, here] for x in (q, k, v)), mask=attend.make_masks(numbers), sinks_N=used)
     assert (found.cpu().double() - wanted[:, here]).norm() <= 5e-3 * wanted[:, here].norm()
 
 

@@ -60,8 +60,10 @@ class WideAttention(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, **mask: Any) -> Tensor:
-        out_BLNH: Tensor = self.inner(q_BLNH.float(), k_BLKH.float(), v_BLKH.float(), **mask)
+    def forward(
+        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, scale: float | None = None, **others: Any
+    ) -> Tensor:
+        out_BLNH: Tensor = self.inner(q_BLNH.float(), k_BLKH.float(), v_BLKH.float(), scale=scale, **others)
         return out_BLNH.type_as(q_BLNH)
 
 

@@ -113,8 +113,9 @@ class ContextParallelAttention(nn.Module):
         q_BLNH: Tensor,
         k_BSKH: Tensor,
         v_BSKH: Tensor,
-        mask: tuple[Any, ...] | None = None,
         scale: float | None = None,
+        *,
+        mask: tuple[Any, ...] | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         if self.gathers:

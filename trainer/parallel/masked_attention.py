@@ -48,10 +48,21 @@ class OneOfMasks(nn.Module):
         super().__init__()
         self.attend, self.number = attend, number
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Any, ...], **others: Any) -> Tensor:
-        own = mask[self.number]
-        given = {} if own is None else {"mask": own}
-        out_BLNH: Tensor = self.attend(q_BLNH, k_BLKH, v_BLKH, **given, **others)
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        scale: float | None = None,
+        *,
+        mask: tuple[Any, ...],
+        **others: Any,
+    ) -> Tensor:
+        if (own := mask[self.number]) is not None:
+            others["mask"] = own
+        if scale is not None:
+            others["scale"] = scale
+        out_BLNH: Tensor = self.attend(q_BLNH, k_BLKH, v_BLKH, **others)
         return out_BLNH
 
 

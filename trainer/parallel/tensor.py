@@ -1,7 +1,8 @@
 """Tensor parallelism with sequence and loss parallelism: a plan's styles in DTensor terms."""
 
+import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,12 +43,28 @@ def apply_tp(
     """
     present = {name for name, _ in model.named_modules()}
     styles = {fqn: _parallel_style(style, loss_parallel=loss_parallel) for fqn, style in plan.items() if fqn in present}
+    for fqn in present & {fqn for fqn, style in plan.items() if style is TensorStyle.GATHER_SEQUENCE}:
+        _pass_by_name(model.get_submodule(fqn))
     parallelize_module(model, mesh, styles | dict(converted or {}))
     for fqn in (fqn for fqn, style in plan.items() if style is TensorStyle.SINKS):
         attention, _, name = fqn.rpartition(".")
         if attention in present:
             _shard_sinks(model.get_submodule(attention), name, mesh)
     model.tie()  # the two modules have separate DTensors now
+
+
+def _pass_by_name(module: nn.Module) -> None:
+    """Pass all inputs but the first by name: torch's style for the first refuses other positional ones."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def pass_by_name(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        named = dict(zip(names, args, strict=False)) | named
+        if len(args) > len(names) or not names or names[0] not in named:
+            return None  # not an input of `forward`, which says so
+        return (named.pop(names[0]),), named
+
+    module.register_forward_pre_hook(pass_by_name, with_kwargs=True)
 
 
 def _shard_sinks(attention: nn.Module, name: str, mesh: DeviceMesh) -> None:

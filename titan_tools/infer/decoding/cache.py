@@ -8,13 +8,23 @@ import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titan_tools.infer.model.latent_attention import LatentAttention
 from titan_tools.infer.model.reach import MOST_MARKS, Reach
+
+
+class Softmax(NamedTuple):
+    """How scores become weights: their factor, by default H ** -0.5, and the sinks of the heads."""
+
+    scale: float | None = None
+    sinks_N: Tensor | None = None
+
+
+PLAIN = Softmax()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,6 @@ class LayerCache:
     keys_RKTH: Tensor
     values_RKTH: Tensor
     reach: Reach
-    scale: float | None = None  # of the scores; None: H ** -0.5
     # Keys and values [1, N, T, ·] of many new tokens' attention, from a row's cached keys [1, K, T, H]
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
@@ -62,7 +71,7 @@ class CacheStep(Protocol):
     expands: bool  # whether keys and values are those of `LayerCache.expand`
 
     def attend(
-        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, sinks_N: Tensor | None = None
+        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, softmax: Softmax = PLAIN
     ) -> Tensor:
         """Store the new keys and values, and attend over all that a sequence may see: out_BLNH."""
 
@@ -160,9 +169,17 @@ class CachedAttention(nn.Module):
         assert self.cache.step is not None
         return self.cache.step.expands
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, sinks_N: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        scale: float | None = None,
+        *,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         assert self.cache.step is not None
-        return self.cache.step.attend(self.layer, q_BLNH, k_BLKH, v_BLKH, sinks_N)
+        return self.cache.step.attend(self.layer, q_BLNH, k_BLKH, v_BLKH, Softmax(scale, sinks_N))
 
 
 def attach_cache(
@@ -186,7 +203,7 @@ def attach_cache(
         attention = layer.attention
         keys = _zeros(rows, num_kv_heads, reach.size, attention.head_dim, dtype, device)
         if isinstance(attention, LatentAttention):
-            made = LayerCache(keys, keys, reach, attention.scale, attention.expand)
+            made = LayerCache(keys, keys, reach, attention.expand)
         else:
             made = LayerCache(keys, _zeros(rows, num_kv_heads, reach.size, attention.head_dim, dtype, device), reach)
         attention.inner_attention = CachedAttention(cache, made)

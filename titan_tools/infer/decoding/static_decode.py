@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_tools.infer.decoding.attention import NOT_HERE, attend_one, may_flash, random_case, with_share
-from titan_tools.infer.decoding.cache import KVCache, LayerCache
+from titan_tools.infer.decoding.cache import PLAIN, KVCache, LayerCache, Softmax
 from titan_tools.infer.decoding.steps import KeyRange, MaskedKeys, StaticDecode
 from titan_tools.infer.model.reach import Reach
 
@@ -42,7 +42,7 @@ class SplitKeys:
     def as_long(self) -> tuple[Tensor, int]:
         return self.empty_T0, 0
 
-    def attend(self, q_B1NH: Tensor, layer: LayerCache, sinks_N: Tensor | None = None) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache, softmax: Softmax = PLAIN) -> Tensor:
         """The cache must be stored token by token, as `attach_cache` makes it on a GPU.
 
         The kernel splits keys only where several query heads share them; otherwise each query head is passed twice.
@@ -54,10 +54,10 @@ class SplitKeys:
         keys, values = (one_RKTH[: self.num].transpose(1, 2).flatten(0, 1) for one_RKTH in cached)
         found = torch.ops.aten._flash_attention_forward(
             q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
-            scale=layer.scale, seqused_k=self.num_keys_B,
+            scale=softmax.scale, seqused_k=self.num_keys_B,
         )  # fmt: skip
         out_BNH: Tensor = found[0]
-        if sinks_N is not None:
+        if (sinks_N := softmax.sinks_N) is not None:
             sinks_N = sinks_N.repeat_interleave(2) if is_alone else sinks_N
             out_BNH = with_share(out_BNH, sums_by_row(found[1]), sinks_N)
         return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
@@ -108,7 +108,7 @@ def _is_right(
         exact = attend_one(
             q_B1NH.float(), keys.float(), values.float(), bias_B11T=masked.bias_B11T, scale=None, sinks_N=sinks_N
         )
-        found = key_range.attend(q_B1NH, layer, sinks_N).float()
+        found = key_range.attend(q_B1NH, layer, Softmax(None, sinks_N)).float()
         return bool((found - exact).abs().max() < 0.03)
     found = key_range.attend(q_B1NH, layer).float()
     mask_B11T = (torch.arange(640, device=device) <= positions_B1)[:, None, None]

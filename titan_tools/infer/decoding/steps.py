@@ -19,7 +19,7 @@ from titan_tools.infer.decoding.attention import (
     flash_with_sinks,
     with_sinks,
 )
-from titan_tools.infer.decoding.cache import LayerCache, Mark
+from titan_tools.infer.decoding.cache import PLAIN, LayerCache, Mark, Softmax
 from titan_tools.infer.decoding.products import attend_by_products, fits
 from titan_tools.infer.decoding.sampling import likeliest
 from titan_tools.infer.model.reach import Reach
@@ -58,7 +58,7 @@ class Prefill:
         return dict(self.marks[span])
 
     def attend(
-        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, sinks_N: Tensor | None = None
+        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, softmax: Softmax = PLAIN
     ) -> Tensor:
         packed = (torch.split(packed_1LXH, self.sizes, dim=1) for packed_1LXH in (q_BLNH, k_BLKH, v_BLKH))
         parts = []
@@ -66,7 +66,7 @@ class Prefill:
             k_1KLH, v_1KLH = k_1LKH.transpose(1, 2), v_1LKH.transpose(1, 2)
             attend = self._attend_in_place if span.end <= layer.reach.size else self._attend_beyond
             is_last = self._last[span.row] == place
-            parts.append(attend(layer, span, q_1LNH, k_1KLH, v_1KLH, sinks_N, is_last=is_last))
+            parts.append(attend(layer, span, q_1LNH, k_1KLH, v_1KLH, softmax, is_last=is_last))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_in_place(
@@ -76,7 +76,7 @@ class Prefill:
         q_1LNH: Tensor,
         k_1KLH: Tensor,
         v_1KLH: Tensor,
-        sinks_N: Tensor | None,
+        softmax: Softmax,
         *,
         is_last: bool,
     ) -> Tensor:
@@ -88,7 +88,7 @@ class Prefill:
             self._mark(layer, span, keys, values, first=0)
         if layer.expand is not None:
             keys, values = layer.expand(keys)
-        return self._attend_part(layer, (0, start, end), q_1LNH, keys, values, sinks_N)
+        return self._attend_part(layer, (0, start, end), q_1LNH, keys, values, softmax)
 
     def _attend_beyond(
         self,
@@ -97,7 +97,7 @@ class Prefill:
         q_1LNH: Tensor,
         k_1KLH: Tensor,
         v_1KLH: Tensor,
-        sinks_N: Tensor | None,
+        softmax: Softmax,
         *,
         is_last: bool,
     ) -> Tensor:
@@ -111,7 +111,7 @@ class Prefill:
         for seen, begin, end in reach.pieces(start, span.end):
             own, read = slice(begin - start, end - start), slice(seen - first, end - first)
             one = (seen, begin, end)
-            parts.append(self._attend_part(layer, one, q_1LNH[:, own], keys[:, :, read], values[:, :, read], sinks_N))
+            parts.append(self._attend_part(layer, one, q_1LNH[:, own], keys[:, :, read], values[:, :, read], softmax))
         if is_last:
             self._mark(layer, span, keys, values, first=first)
             layer.put(span.row, start, k_1KLH, v_1KLH)
@@ -130,23 +130,25 @@ class Prefill:
         q_1LNH: Tensor,
         keys_1KTH: Tensor,
         values_1KTH: Tensor,
-        sinks_N: Tensor | None,
+        softmax: Softmax,
     ) -> Tensor:
         """Queries of `part`'s second to third position over the keys from its first one on."""
         seen, start, end = part
         window = layer.reach.size if layer.reach.is_window and end - seen > layer.reach.size else None
-        special = sinks_N is not None or window is not None
+        special = softmax.sinks_N is not None or window is not None
         if special and can_flash(self.device, self.dtype, q_1LNH.shape[-1]):
-            return flash_with_sinks(q_1LNH, keys_1KTH, values_1KTH, window=window, scale=layer.scale, sinks_N=sinks_N)
+            return flash_with_sinks(
+                q_1LNH, keys_1KTH, values_1KTH, window=window, scale=softmax.scale, sinks_N=softmax.sinks_N
+            )
         mask = self._mask(part, window, as_tensor=special)
         q_1NLH = q_1LNH.transpose(1, 2)
-        if sinks_N is not None:
+        if softmax.sinks_N is not None:
             out_1NLH = with_sinks(
-                q_1NLH, keys_1KTH, values_1KTH, sinks_N.view(1, -1, 1), bias=mask, is_causal=mask is None,
-                scale=layer.scale,
+                q_1NLH, keys_1KTH, values_1KTH, softmax.sinks_N.view(1, -1, 1), bias=mask, is_causal=mask is None,
+                scale=softmax.scale,
             )  # fmt: skip
         else:
-            out_1NLH = self._attend_one_row(q_1NLH, keys_1KTH, values_1KTH, mask, layer.scale)
+            out_1NLH = self._attend_one_row(q_1NLH, keys_1KTH, values_1KTH, mask, softmax.scale)
         return out_1NLH.transpose(1, 2)
 
     def _attend_one_row(
@@ -205,9 +207,9 @@ class Decode:
         self._keys = {reach: _KeysOfRows(lengths, at_B, reach, dtype) for reach in reaches}
 
     def attend(
-        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, sinks_N: Tensor | None = None
+        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, softmax: Softmax = PLAIN
     ) -> Tensor:
-        return self._keys[layer.reach].attend(layer, q_BLNH, k_BLKH, v_BLKH, sinks_N)
+        return self._keys[layer.reach].attend(layer, q_BLNH, k_BLKH, v_BLKH, softmax)
 
 
 class _KeysOfRows:
@@ -228,18 +230,16 @@ class _KeysOfRows:
             columns = torch.arange(self.end, device=at_B.device)
             self.bias_B11T = bias_of(reach.last_slot(at_B), columns, dtype)[:, None, None]
 
-    def attend(
-        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, sinks_N: Tensor | None
-    ) -> Tensor:
+    def attend(self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, softmax: Softmax) -> Tensor:
         layer.write(self.written, k_BLKH[:, 0], v_BLKH[:, 0])
         if self.is_one_by_one:
             parts = []
             for row, end in enumerate(self.ends):
                 one = slice(row, row + 1)
-                parts.append(_attend_index(q_BLNH[one], layer, (one, slice(None), slice(end)), None, sinks_N))
+                parts.append(_attend_index(q_BLNH[one], layer, (one, slice(None), slice(end)), None, softmax))
             return torch.cat(parts)
         index = (slice(self.num), slice(None), slice(self.end))
-        return _attend_index(q_BLNH, layer, index, self.bias_B11T, sinks_N)
+        return _attend_index(q_BLNH, layer, index, self.bias_B11T, softmax)
 
 
 class KeyRange(Protocol):
@@ -252,7 +252,7 @@ class KeyRange(Protocol):
     def begin(self, last_B1: Tensor) -> None:
         """Compute what all layers share; `last_B1`: the last slot that each row sees."""
 
-    def attend(self, q_B1NH: Tensor, layer: LayerCache, sinks_N: Tensor | None) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache, softmax: Softmax) -> Tensor:
         """Attention over a layer's whole cache: out_B1NH."""
 
 
@@ -303,10 +303,10 @@ class StaticDecode:
         self.at_B += 1
 
     def attend(
-        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, sinks_N: Tensor | None = None
+        self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, softmax: Softmax = PLAIN
     ) -> Tensor:
         layer.write((self.rows, slice(None), self._slots_B[layer.reach]), k_BLKH[:, 0], v_BLKH[:, 0])
-        return self.ranges[layer.reach].attend(q_BLNH, layer, sinks_N)
+        return self.ranges[layer.reach].attend(q_BLNH, layer, softmax)
 
 
 class MaskedKeys:
@@ -328,19 +328,19 @@ class MaskedKeys:
         assert self.bias_B11T is not None  # after `begin`
         return self.bias_B11T, 3
 
-    def attend(self, q_B1NH: Tensor, layer: LayerCache, sinks_N: Tensor | None) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache, softmax: Softmax) -> Tensor:
         assert self.bias_B11T is not None
         length = self.bias_B11T.shape[3]
         if self.by_products and not torch.compiler.is_compiling() and fits(q_B1NH, length):
             keys_BTH, values_BTH = (c[: self.num, 0, :length] for c in (layer.keys_RKTH, layer.values_RKTH))
-            out_BNH = attend_by_products(q_B1NH[:, 0], keys_BTH, values_BTH, self.bias_B11T[:, 0], layer.scale)
+            out_BNH = attend_by_products(q_B1NH[:, 0], keys_BTH, values_BTH, self.bias_B11T[:, 0], softmax.scale)
             return out_BNH.unsqueeze(1)
         index = (slice(self.num), slice(None), slice(length))
-        return _attend_index(q_B1NH, layer, index, self.bias_B11T, sinks_N)
+        return _attend_index(q_B1NH, layer, index, self.bias_B11T, softmax)
 
 
 def _attend_index(
-    q_B1NH: Tensor, layer: LayerCache, index: tuple[slice, ...], bias_B11T: Tensor | None, sinks_N: Tensor | None
+    q_B1NH: Tensor, layer: LayerCache, index: tuple[slice, ...], bias_B11T: Tensor | None, softmax: Softmax
 ) -> Tensor:
     keys_BKTH, values_BKTH = layer.keys_RKTH[index], layer.values_RKTH[index]
-    return attend_one(q_B1NH, keys_BKTH, values_BKTH, bias_B11T=bias_B11T, scale=layer.scale, sinks_N=sinks_N)
+    return attend_one(q_B1NH, keys_BKTH, values_BKTH, bias_B11T=bias_B11T, scale=softmax.scale, sinks_N=softmax.sinks_N)

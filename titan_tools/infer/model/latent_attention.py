@@ -49,11 +49,11 @@ class LatentAttention(nn.Module):
         cached_BL1C = torch.cat((self.kv_norm(latent_BLR).unsqueeze(-2), key_BL1O), dim=-1)
         if self.inner_attention.expands:
             q_BLNH = torch.cat((plain_BLNP, turned_BLNO), dim=-1)
-            out_BLNV = self.inner_attention(q_BLNH, cached_BL1C, cached_BL1C)
+            out_BLNV = self.inner_attention(q_BLNH, cached_BL1C, cached_BL1C, self.scale)
         else:
             keys_NPR, values_NVR = self._rows_of_heads()
             q_BLNC = torch.cat((torch.einsum("blnp,npr->blnr", plain_BLNP, keys_NPR), turned_BLNO), dim=-1)
-            out_BLNC = self.inner_attention(q_BLNC, cached_BL1C, cached_BL1C)
+            out_BLNC = self.inner_attention(q_BLNC, cached_BL1C, cached_BL1C, self.scale)
             out_BLNV = torch.einsum("blnr,nvr->blnv", out_BLNC[..., : n.kv_rank], values_NVR)
         out_BLD: Tensor = self.wo(out_BLNV.flatten(-2))
         return out_BLD

@@ -4,7 +4,7 @@ A weight is fused, packed for the CPU or quantized as soon as it is read, and so
 shard, the largest weight, and the blocks that are being read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
+from converters.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, Parameter, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
@@ -126,6 +127,7 @@ def load_model(
     _replace_latent_attention(model, blocks)
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
+    num_kv_heads = _num_kv_heads(slices, info, blocks[0].latent)
     single = [p for p in parameters if p.expert_dim is None]
     # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
     most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
@@ -184,7 +186,6 @@ def load_model(
     choose_products(model, dtype)
     head, model.output = model.output, None
     latent = blocks[0].latent
-    num_kv_heads = 1 if latent else slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim
     head_dim = latent.kv_rank + latent.rotary_dim if latent else args.head_dim
     return SlicedModel(
         model.eval(),
@@ -199,6 +200,19 @@ def load_model(
         attentions=tuple(block.attention for block in blocks),
         quantized=quantize,
     )
+
+
+def _num_kv_heads(slices: Mapping[str, Box], info: ModelInfo, latent: Latent | None) -> int:
+    """Heads of the cache on this rank. Raises UnsupportedError for a family whose keys and values it cannot store."""
+    if latent:
+        return 1
+    k, v = (slices.get(f"layers.0.attention.{name}.weight") for name in ("wk", "wv"))
+    if k is None or v is None or k.sizes[0] != v.sizes[0] or k.sizes[0] % info.args.head_dim:
+        raise UnsupportedError(
+            f"family {info.family!r}: the cache of `titan infer` stores heads of layers.N.attention.wk and wv, both"
+            f" {info.args.head_dim} wide, and this family has others"
+        )
+    return k.sizes[0] // info.args.head_dim
 
 
 class _NoInitialValues(TorchFunctionMode):

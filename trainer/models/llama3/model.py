@@ -52,6 +52,7 @@ class CausalAttention(nn.Module):
         k_BLKH: Tensor,
         v_BLKH: Tensor,
         scale: float | None = None,
+        *,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
         if self.kind.needs_mask:
@@ -101,8 +102,8 @@ def refuse_other_kinds(kind: Latent | GroupedQuery) -> None:
 class Attention(nn.Module):
     """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
-    Replace the `inner_attention` module for anything other than causal attention. It also takes the `mask` that
-    `Transformer.make_mask` has made, if the model is called with documents.
+    Replace the `inner_attention` module for anything other than causal attention. It also takes `scale`, the factor of
+    the scores, by position or by name; and by name `sinks_N`, and the `mask` that `Transformer.make_mask` has made.
     """
 
     def __init__(self, args: ModelArgs, kind: Latent | GroupedQuery = PLAIN):

@@ -157,7 +157,7 @@ def test_context_ranks_count_positions_of_the_whole_sequence(module, kind, docum
         here = head_tail_positions(LENGTH, rank, 2)
         attend = ContextParallelAttention(None, masked=module(kind.window), kind=kind)
         found = attend(
-            *(x[:, here] for x in (q, k, v)), attend.make_masks(chunks), sinks_N=sinks if kind.has_sinks else None
+            *(x[:, here] for x in (q, k, v)), mask=attend.make_masks(chunks), sinks_N=sinks if kind.has_sinks else None
         )
         torch.testing.assert_close(found, expected[:, here])
 
@@ -194,7 +194,7 @@ def test_a_compiled_layer_takes_its_own_of_the_block_masks_of_all_batches():
     try:
         for documents in (DOCUMENTS, DOCUMENTS.flip(0)):
             masks = tuple(each.make_mask(documents, num_queries=LENGTH) for each in (plain, flex))
-            found = attend(*qkv, masks, sinks_N=sinks)
+            found = attend(*qkv, mask=masks, sinks_N=sinks)
             torch.testing.assert_close(found, by_hand(*given, sees(kind, documents), has_sinks=True))
         assert counters["stats"]["unique_graphs"] == 1
     finally:

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from converters.catalog import Box
 from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo
 from converters.weights import open_native
 from tests.biased_families import BIASED, registered, write_biased
 from tests.tiny_families import TINY, write_tiny
@@ -21,7 +24,7 @@ from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import linear
 from titan_tools.infer.model.linear import FusedLinear, PackedWeight, can_fuse, can_pack, fuse
-from titan_tools.infer.model.load import load_model
+from titan_tools.infer.model.load import _num_kv_heads, load_model
 from trainer.models import registry as trained_families
 
 TOKENS = [3, 14, 15, 92, 65, 35]
@@ -275,3 +278,12 @@ print([name for name in slow if name in sys.modules], file=sys.stderr)
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("v", [None, (128, 32)], ids=["none", "wider"])
+def test_keys_and_values_that_the_cache_cannot_store_are_refused(v):
+    info = ModelInfo("llama3", get_family("llama3").flavors["debug_gqa"])
+    shapes = {"layers.0.attention.wk.weight": (64, 32), "layers.0.attention.wv.weight": v}
+    slices = {name: Box.whole(shape) for name, shape in shapes.items() if shape}
+    with pytest.raises(UnsupportedError, match="stores heads of layers.N.attention.wk and wv"):
+        _num_kv_heads(slices, info, None)
