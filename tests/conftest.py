@@ -85,7 +85,7 @@ def titan(monkeypatch, capsys):
         capsys.readouterr()
         code = cli.run()
         out = capsys.readouterr()
-        assert "Traceback" not in out.err, out.err
+        assert "Traceback (most recent call last)" not in out.err, out.err
         return Done(code, out.out, out.err)
 
     yield run

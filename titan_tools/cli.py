@@ -34,7 +34,8 @@ EXIT_CODES = """\b
 Exit codes:
     0  done; the check passed, no difference found
     1  a check failed or a difference was found
-    2  wrong usage or input, or not supported; nothing was done
+    2  wrong usage or input, or not supported: nothing was done;
+       or an error in a module of yours (--import)
     3  internal error of titan
     4  training stopped at a NaN or infinite loss or gradient
     5  too close to call (estimate-memory)
@@ -215,6 +216,8 @@ def run() -> int:
         print_error("ended by SIGTERM", hint=_notes(error))
         return 128 + signal.SIGTERM
     except SystemExit as error:  # raised by Typer after a completion, and in place of a BrokenPipeError
+        if code := _print_error_of_import(error):
+            return code
         return PIPE_CLOSED if error.code else 0
     except BrokenPipeError:  # `titan … | head`
         return PIPE_CLOSED
@@ -272,18 +275,30 @@ def _print_usage_error(error: typer.TyperException) -> int:
     return 2
 
 
+def _print_error_of_import(error: BaseException) -> int:
+    """Print an error of a module that was imported; 0 for other errors."""
+    custom = sys.modules.get("trainer.config.custom_import")  # not where `trainer` itself cannot be imported
+    theirs = custom.error_of_import(error) if custom is not None else None
+    if theirs is None:
+        return 0
+    shown, trace = theirs
+    print(trace, end="", file=sys.stderr)
+    print_error(shown.message, hint=shown.hint)
+    return int(shown.exit_code)
+
+
 def _print_internal_error(error: Exception) -> int:
     import traceback
 
     from titan_tools.installation import explain
 
-    custom = sys.modules.get("trainer.config.custom_import")  # not where `trainer` itself cannot be imported
-    is_of_import = custom is not None and custom.imported_line(error)
-    if not is_of_import and (problem := explain(error)):
+    if code := _print_error_of_import(error):
+        return code
+    if problem := explain(error):
         print_error(problem.message, hint=problem.hint, tries=problem.tries)
         return problem.exit_code
     from trainer.config.custom_import import where_to_look
 
     traceback.print_exception(error)
-    print_error(f"{type(error).__name__}: {error}", hint=where_to_look(error))
+    print_error(f"{type(error).__name__}: {error}", hint=where_to_look())
     return 3

@@ -23,7 +23,7 @@ from converters.errors import TitanError
 from titan_tools.installation import explain
 from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
-from trainer.config.custom_import import imported_line, where_to_look
+from trainer.config.custom_import import error_of_import, where_to_look
 from trainer.rendezvous import launched
 from trainer.signals import die_with_parent, write_at_once
 
@@ -236,7 +236,7 @@ def _raise_first_failure(failures: dict[int, Any], *, saves: bool = True) -> int
     if first is not None:
         error = reported[first]
         if error["traceback"]:
-            print(f"rank {first}:\n{error['traceback']}", file=sys.stderr, flush=True)
+            print(f"rank {first}:\n{error['traceback']}", end="", file=sys.stderr, flush=True)
         if not error["message"]:
             return int(error["exit_code"])
         raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
@@ -260,7 +260,9 @@ def rank_errors(*, less_memory: Sequence[str] = ()) -> Iterator[None]:
     die_with_parent(int(os.environ[_PARENT_PID]))
     try:
         yield
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error_of_import(error):
+            raise
         exit_code = _leave_message(error, less_memory)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # closed or full
@@ -283,10 +285,13 @@ def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
         exit_code, text, hint, tries = error.exit_code, error.message, error.hint, error.tries
     elif isinstance(error, KeyboardInterrupt):
         exit_code, text = 130, "interrupted"
-    elif not imported_line(error) and (problem := explain(error)):
+    elif of_import := error_of_import(error):
+        shown, trace = of_import
+        exit_code, text, hint = shown.exit_code, shown.message, shown.hint
+    elif problem := explain(error):
         text, hint, tries, exit_code = problem
     else:
-        hint, trace = where_to_look(error), "".join(traceback.format_exception(error))
+        hint, trace = where_to_look(), "".join(traceback.format_exception(error))
     now = time.time()
     ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "traceback": trace}
     theirs = {"message": text, "extraInfo": {"timestamp": str(int(now))}}

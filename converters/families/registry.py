@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import Family, ModelArgs
+from converters.extensions import ExtensionError, check_call, where_defined
+from converters.families.base import Block, Family, ModelArgs, Parameter
 from converters.families.deepseek import DEEPSEEK_V3
 from converters.families.gpt_oss_names import GPT_OSS
 from converters.families.llama2 import LLAMA2
@@ -22,9 +23,36 @@ _NOT_COVERED = {
 }
 
 
+# What a family's functions are called with
+_CALLED_WITH = {
+    "parameters": ("args",),
+    "args_from_hf_config": ("config",),
+    "hf_config": ("args",),
+    "block": ("args", "layer"),
+    "claims": ("args",),
+    "problems": ("args",),
+    "naming_for": ("naming", "args"),
+}
+
+
 def register(family: Family) -> None:
-    """Add a family under its name."""
+    """Add a family under its name. Raises ExtensionError for functions that cannot be called or return other types."""
+    if not isinstance(family, Family):
+        raise ExtensionError(f"register_family was called with {family!r:.80}, which is not a Family")
+    for name, arguments in _CALLED_WITH.items():
+        check_call(getattr(family, name), arguments, f"`{name}` of family {family.name!r}")
+    for args in list(family.flavors.values())[:1]:
+        parameters, block = family.parameters(args), family.block(args, 0)
+        if not (isinstance(parameters, list) and all(isinstance(each, Parameter) for each in parameters)):
+            raise _returns_other(family, "parameters", parameters, "a list of Parameter")
+        if not isinstance(block, Block):
+            raise _returns_other(family, "block", block, "a Block")
     _FAMILIES[family.name] = family
+
+
+def _returns_other(family: Family, name: str, value: Any, expected: str) -> ExtensionError:
+    where = where_defined(getattr(family, name))
+    return ExtensionError(f"{where}: `{name}` of family {family.name!r} returns {value!r:.80}, not {expected}")
 
 
 def all_families() -> Mapping[str, Family]:

@@ -1,13 +1,23 @@
 """Import the module that `experimental.custom_import` or `titan --import` names, which registers extensions."""
 
 import importlib
+import importlib.util
+import re
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, TitanError
+from converters.extensions import ExtensionError
 
-_imported: set[Path] = set()  # files, and folders of packages
+# Where imported modules and their neighbours are: a folder, or a file. What titan and Python have within is not theirs
+_imported: set[Path] = set()
+_TITAN = Path(__file__).resolve().parents[2]
+_NOT_THEIRS = [_TITAN / name for name in ("converters", "trainer", "titan_tools")] + [
+    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+]
 
 
 def import_custom(name: str, *, setting: str = "experimental.custom_import = {name!r}") -> str:
@@ -25,10 +35,11 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
         if folder not in sys.path:
             sys.path.append(folder)
     module = path.resolve().stem if is_path else name
+    _imported.add(path.resolve().parent if is_path else _place_of(name.partition(".")[0]))
     try:
         imported = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        where = f"{type(error).__name__}: {error}"
+        what = error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
         path_here = f"{name.replace('.', '/')}.py"  # the working directory is not on the import path
         hint = (
             f"to import a file of this folder, give its path: {path_here}"
@@ -37,28 +48,77 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
         )
         if isinstance(error, ModuleNotFoundError) and error.name == module and not hint:
             hint = "a path is relative to the working folder; a dotted name is of an installed module"
-        raise ConfigError(f"{said} cannot be imported: {where}", hint=hint) from error
+        if isinstance(error, TitanError):
+            hint = error.hint
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_imported(frame.filename)]
+        where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+        if isinstance(error, SyntaxError):
+            what, where = f"{type(error).__name__}: {error.msg}", f" ({error.filename}:{error.lineno})"
+        raise ConfigError(f"{said} cannot be imported: {what}{where}", hint=hint) from error
     origin = Path(imported.__file__ or next(iter(imported.__path__))).resolve()
     if is_path and path.resolve() not in (origin, *origin.parents):
         raise ConfigError(
             f"{said}: a module called {module!r} was already imported from {origin}",
             hint="rename your module",
         )
-    _imported.add(origin.parent if origin.name == "__init__.py" else origin)
     return str(path.resolve()) if is_path else name
 
 
-def where_to_look(error: BaseException) -> str:
-    """The hint for an unexpected error: the last line of an imported module in its traceback, or titan itself."""
-    if line := imported_line(error):
-        return f"check {line}, which is not part of titan; the traceback is above"
+def where_to_look() -> str:
+    """The hint for an unexpected error that names no imported module."""
+    if _imported:
+        modules = ", ".join(map(str, sorted(_imported)))
+        return f"this is a bug in titan, or in what {modules} registers; the traceback is above"
     return "this is a bug in titan; the traceback is above"
 
 
-def imported_line(error: BaseException) -> str:
-    """The last line of an imported module in an error's traceback, empty if there is none."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename).resolve()
-        if not _imported.isdisjoint((path, *path.parents)):
-            return f"{frame.filename}:{frame.lineno}"
-    return ""
+def error_of_import(error: BaseException) -> tuple[ExtensionError, str] | None:
+    """An unexpected error of an imported module: the error to show, and its traceback, of that module's lines alone.
+
+    None where no line of the traceback, nor of a compiler's message, is in an imported module.
+    """
+    for link in _chain(error):
+        frames = traceback.extract_tb(link.__traceback__)
+        theirs = [frame for frame in frames if _is_imported(frame.filename)]
+        if theirs:
+            raised_elsewhere = [] if frames[-1] is theirs[-1] else frames[-1:]
+            lines = traceback.format_list([*theirs, *raised_elsewhere]) + traceback.format_exception_only(link)
+            where = f"{theirs[-1].filename}:{theirs[-1].lineno}"
+            return _shown(link, where), "Traceback in your module:\n" + "".join(lines)
+    said = [f"{file}:{line}" for file, line in _NAMED_LINE.findall(str(error)) if _is_imported(file)]
+    if said:  # what torch.compile says of code that it traced
+        return _shown(error, said[-1]), "".join(traceback.format_exception_only(error))
+    return None
+
+
+_NAMED_LINE = re.compile(r'File "([^"\n]+)", line (\d+)')
+
+
+def _shown(error: BaseException, line: str) -> ExtensionError:
+    text = str(error).strip().partition("\n")[0]
+    return ExtensionError(
+        f"{line}: {type(error).__name__}{f': {text}' if text else ''}",
+        hint="this file is yours, imported by --import or experimental.custom_import; its traceback is above",
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was raised from."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _place_of(name: str) -> Path:
+    """The folder of an installed package, or the file of a module."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).resolve()
+    return Path(spec.origin if spec is not None and spec.origin else name).resolve()
+
+
+def _is_imported(file: str) -> bool:
+    path = Path(file).resolve()
+    places = _imported.intersection((path, *path.parents))
+    return any(not any(other in path.parents and place in other.parents for other in _NOT_THEIRS) for place in places)

@@ -6,10 +6,11 @@ from functools import cache
 from pathlib import Path
 
 from converters.errors import ConfigError, DataError, UnsupportedError
+from converters.extensions import check_call
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.index import open_index, read_vocab_size
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
-from trainer.data.samples import TokenSource, Weighted, document_offsets, refuse_no_held_out
+from trainer.data.samples import TokenSource, Weighted, document_offsets, refuse_no_held_out, refuse_no_source
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
 from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, find_stream, stream_c4
 from trainer.data.text_index import Preparation, identity_of, index_text, refuse_no_tokenizer
@@ -30,6 +31,7 @@ def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> No
     """
     if name in _BUILT_IN:
         raise ConfigError(f"a kind of data called {name!r} is built in", hint="choose another name")
+    check_call(open_source, ("dataset_path",), f"dataset {name!r}")
     if name not in known_kinds:
         known_kinds.append(name)
     _OPENERS[name] = open_source
@@ -61,6 +63,7 @@ def open_dataset(
         raise _no_path(name)
     elif name in _OPENERS:
         source = _OPENERS[name](path)
+        refuse_no_source(source, f"dataset {name!r}", made_by=_OPENERS[name])
     else:
         source = _open_text(name, path, preparation)
     refuse_large_vocabulary(source.vocab_size, vocab_size, path or name)

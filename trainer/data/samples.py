@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from converters.errors import DataError
+from converters.extensions import ExtensionError, check_attributes, check_call, where_defined
 from trainer.data.index import HELD_OUT
 from trainer.data.packing import BestFit, refuse_wrong_offsets
 from trainer.data.position import Cut
@@ -48,9 +49,29 @@ class Weighted:
     weight: float
 
 
+def refuse_no_source(source: Any, what: str, *, made_by: Any) -> None:
+    """Raise ExtensionError where what a registered dataset's function returned is not a TokenSource."""
+    check_attributes(source, ("fingerprint", "vocab_size", "unigram_entropy", "tokens"), what, made_by=made_by)
+    check_call(source.tokens, ("split",), f"`tokens` of {what}")
+    if not isinstance(source.vocab_size, int):
+        raise ExtensionError(f"{where_defined(source)}: `vocab_size` of {what} is {source.vocab_size!r}, not an int")
+
+
+def tokens_of(source: TokenSource, split: str) -> np.ndarray:
+    """The token ids of a split. Raises ExtensionError where a registered dataset returns something else."""
+    tokens: np.ndarray = source.tokens(split)
+    is_array = isinstance(tokens, np.ndarray)
+    if not (is_array and tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)):
+        found = f"an array of {tokens.dtype} of shape {tokens.shape}" if is_array else f"a {type(tokens).__name__}"
+        raise ExtensionError(
+            f"{where_defined(source.tokens)}: `tokens` returned {found}, not a numpy array of integers of one dimension"
+        )
+    return tokens
+
+
 def refuse_no_held_out(source: TokenSource, split: str) -> None:
     """Raise DataError where validation would read an index without a held-out part."""
-    if split == HELD_OUT and not len(source.tokens(split)):
+    if split == HELD_OUT and not len(tokens_of(source, split)):
         raise DataError(
             "the token index has no held-out part to validate on",
             hint="it was made with `titan data prepare --held-out 0`",
@@ -68,7 +89,7 @@ def document_offsets(source: TokenSource, split: str) -> np.ndarray:
             tries=["--training.document_mask none", "--training.document_mask eos"],
         )
     found: np.ndarray = offsets(split)
-    refuse_wrong_offsets(found, len(source.tokens(split)))
+    refuse_wrong_offsets(found, len(tokens_of(source, split)))
     return found
 
 
@@ -86,7 +107,7 @@ class SourceSamples:
         documents: DocumentRules = NO_DOCUMENTS,
     ):
         """`number` is the source's number in a mixture, so that sources of one size are shuffled differently."""
-        self._tokens = source.tokens(split)
+        self._tokens = tokens_of(source, split)
         refuse_no_held_out(source, split)
         self._vocab_size, self._split, self._seq_len = source.vocab_size, split, seq_len
         self._source_fingerprint, self.cut = source.fingerprint, Cut(documents.packing, seq_len)

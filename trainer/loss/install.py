@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from converters.errors import UnsupportedError
+from converters.extensions import ExtensionError, where_defined
 from trainer.config.sections import Compile, Training
 from trainer.loss.chunked import ChunkedOutput, LossSum
 from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
@@ -61,7 +62,25 @@ def choose_loss(name: str, compile: Compile, group: "dist.ProcessGroup | None") 
         loss_sum = get_loss(name).loss_sum
     else:
         loss_sum = cross_entropy_sum if group is None else sharded_cross_entropy_sum
-    return maybe_compile_loss(loss_sum if group is None else partial(loss_sum, group=group), compile)
+    compiled = maybe_compile_loss(loss_sum if group is None else partial(loss_sum, group=group), compile)
+    return compiled if name in (CHUNKED, PLAIN) else partial(_checked, compiled, name)
+
+
+def _checked(loss_sum: LossSum, name: str, logits: Tensor, targets: Tensor) -> Tensor:
+    """A registered loss. Raises ExtensionError where it is not one number in fp32 that depends on the logits."""
+    loss: Any = loss_sum(logits, targets)
+    if not isinstance(loss, Tensor):
+        found = f"a {type(loss).__name__}"
+    elif loss.ndim or loss.dtype not in (torch.float32, torch.float64):
+        found = f"a tensor of {str(loss.dtype).removeprefix('torch.')} of shape {list(loss.shape)}"
+    elif logits.requires_grad and not loss.requires_grad:
+        found = "a number that does not depend on the logits"
+    else:
+        return loss
+    raise ExtensionError(
+        f"{where_defined(get_loss(name).loss_sum)}: loss {name!r} returned {found}, not the sum over tokens, one number"
+        " in fp32"
+    )
 
 
 def maybe_compile_loss(loss_sum: LossSum, settings: Compile) -> LossSum:

@@ -6,6 +6,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from converters.errors import ConfigError
+from converters.extensions import check_call
 from converters.mesh_shape import MeshShape
 from trainer.config.sections import Parallelism
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
@@ -37,6 +38,7 @@ def register_loss(name: str, loss_sum: "Callable[..., Tensor]", *, takes_columns
     """
     if name in (CHUNKED, PLAIN):
         raise ConfigError(f"{name!r} is one of titan's losses; register yours under another name")
+    check_call(loss_sum, ("logits", "targets"), f"loss {name!r}", named=("group",) if takes_columns else ())
     _REGISTERED[name] = RegisteredLoss(loss_sum, takes_columns)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UnsupportedError, list_offenders
+from converters.extensions import ExtensionError, check_attributes, check_call
 from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
 from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
@@ -19,7 +20,7 @@ class TrainerFamily:
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
     stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which also takes
-    `scale`, the factor of the scores, and `sinks_N`. An attention with a window, chunk or sinks has them in `kind`.
+    `scale`, the factor of the scores, and `sinks_N=`. An attention with a window, chunk or sinks has them in `kind`.
     Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked loss calls
     it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as Transformer's it
     passes what `make_mask` makes of the documents to every inner attention.
@@ -74,6 +75,11 @@ _FAMILIES = {
 
 def register(name: str, family: TrainerFamily) -> None:
     """Make a family trainable; register its numbers with `converters.families.registry`."""
+    if not isinstance(family, TrainerFamily):
+        raise ExtensionError(f"register_model was called with {family!r:.80}, which is not a TrainerFamily")
+    check_call(family.build_model, ("args",), f"`build_model` of family {name!r}")
+    check_call(family.tensor_plan, ("parameters",), f"`tensor_plan` of family {name!r}")
+    check_call(family.initial_distribution, ("parameter", "args"), f"`initial_distribution` of family {name!r}")
     _FAMILIES[name] = family
 
 
@@ -109,11 +115,26 @@ def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
         )
 
 
+def check_modules(model: Any, family: str) -> None:
+    """Raise ExtensionError where a family's model (a user's own) lacks what training and inference replace or call."""
+    what = f"the model of family {family!r}"
+    trained = get_trainer_family(family)
+    names = ("tok_embeddings", "layers", "norm", "output", "tie", "forward")
+    check_attributes(model, names, what, made_by=trained.build_model)
+    documents = ("documents",) if trained.takes_documents else ()
+    check_call(model.forward, ("x", "positions", *documents), f"`forward` of {what}")
+    check_attributes(model.layers, ("items",), f"`layers` of {what}, which is a ModuleDict by number,")
+    for number, layer in model.layers.items():
+        check_attributes(layer, ("attention",), f"layer {number} of {what}")
+        check_attributes(layer.attention, ("inner_attention", "head_dim"), f"the attention of layer {number} of {what}")
+
+
 def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:
     """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has.
 
     Parameters that are not trained are buffers of the model; other buffers are not listed.
     """
+    check_modules(model, family)
     model.tie()  # then a tied output's weight counts once
     untrained = {p.fqn for p in parameters if not p.is_trained}
     built = {(fqn, tuple(parameter.shape), "") for fqn, parameter in model.named_parameters()}

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from converters.extensions import check_attributes, check_call
 from converters.names import RESUMED_FROM
+from trainer.config.custom_import import error_of_import
+from trainer.observability.log import note
 
 
 class MetricSink(Protocol):
@@ -39,12 +42,49 @@ _REGISTERED: dict[str, Callable[[LoggedRun], MetricSink]] = {}
 
 def register_metric_sink(name: str, open_sink: Callable[[LoggedRun], MetricSink]) -> None:
     """Send the metrics of every run to `open_sink(run)` too; it is called on rank 0, before the first step."""
+    check_call(open_sink, ("run",), f"metric sink {name!r}")
     _REGISTERED[name] = open_sink
 
 
 def open_registered_sinks(run: LoggedRun) -> list[MetricSink]:
     """The sinks that a module in experimental.custom_import has registered, opened."""
-    return [open_sink(run) for open_sink in _REGISTERED.values()]
+    return [RegisteredSink(name, open_sink, run) for name, open_sink in _REGISTERED.items()]
+
+
+class RegisteredSink:
+    """A sink of a user's module. One that raises is reported once and gets no more metrics; the run goes on.
+
+    Raises ExtensionError before the first step where it is not a MetricSink.
+    """
+
+    def __init__(self, name: str, open_sink: Callable[[LoggedRun], MetricSink], run: LoggedRun):
+        self._name, self._is_on = name, True
+        self._sink: MetricSink | None = None
+        self._attempt(lambda: setattr(self, "_sink", open_sink(run)))
+        if self._is_on:
+            check_attributes(self._sink, ("log", "close"), f"metric sink {name!r}", made_by=open_sink)
+            assert self._sink is not None
+            check_call(self._sink.log, ("step", "metrics"), f"`log` of metric sink {name!r}")
+            check_call(self._sink.close, (), f"`close` of metric sink {name!r}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._is_on and self._sink is not None:
+            log, own = self._sink.log, dict(metrics)  # another sink does not see what this one changes
+            self._attempt(lambda: log(step, own))
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._attempt(self._sink.close)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except Exception as error:  # of whatever kind: a run must not end for its metrics
+            if self._is_on:
+                of_import = error_of_import(error)
+                what = of_import[0].message if of_import else f"{type(error).__name__}: {error}"
+                note(f"WARNING: the metric sink {self._name!r} is switched off, training continues without it: {what}")
+            self._is_on = False
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -143,6 +143,22 @@ def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
 
 
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "SystemExit"])
+def test_an_error_in_a_module_of_the_user_s_is_named_by_its_line(run, capfd, tmp_path, kind):
+    (tmp_path / "of_the_user.py").write_text(f"def fail():\n    raise {kind}('oops')\n")
+    body = """
+        from trainer.config.custom_import import import_custom
+        import_custom(str(FOLDER / "of_the_user.py"))
+        import of_the_user
+        of_the_user.fail() if RANK == 1 else time.sleep(60)
+    """
+    with pytest.raises(RankFailure, match=f"of_the_user.py:2: {kind}: oops$") as failure:
+        run(body)
+    assert failure.value.exit_code == 2 and "this file is yours" in failure.value.hint
+    err = capfd.readouterr().err
+    assert err.startswith("rank 1:\nTraceback in your module:\n") and "import_custom" not in err
+
+
 def test_a_full_disk_is_reported_as_without_ranks(run, capfd):
     body = """
         sys.stdout = open("/dev/full", "w")

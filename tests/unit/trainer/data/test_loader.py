@@ -28,6 +28,7 @@ class Tokens:
     num_tokens: int = 4 * 50 + 1
     vocab_size: int = 1000
     fingerprint: str = "f00d"
+    unigram_entropy: float | None = None
     row: np.ndarray = field(init=False)
 
     def __post_init__(self):
