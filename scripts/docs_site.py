@@ -109,7 +109,7 @@ def _text(name: str, text: str) -> str:
     """The help of a parameter, with its default and values as sentences."""
     help_text, _, facts = text.removesuffix("]").rpartition("  [") if text.endswith("]") else (text, "", "")
     sentences = [help_text]
-    if values := re.search(r"<(\w[^>]*\|[^>]*)>", name):
+    if values := re.search(r"<(?:list\[)?([^<>[]+\|[^]>]+)", name):
         sentences.append("One of " + ", ".join(f"`{value}`" for value in values[1].split("|")) + ".")
     for fact in filter(None, facts.split("; ")):
         key, _, value = fact.partition(": ")

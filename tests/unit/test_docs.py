@@ -13,6 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from converters import hub_names
 from scripts.docs_site import cli_reference
 from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.cli import app
@@ -22,9 +23,16 @@ from trainer.config.sections import Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-README, CONVERSION, TRAINING, INFERENCE, EXTENSION = (
+README, CONVERSION, TRAINING, INFERENCE, EXTENSION, PROBLEMS = (
     (ROOT / name).read_text()
-    for name in ("README.md", "docs/conversion.md", "docs/training.md", "docs/inference.md", "docs/extend.md")
+    for name in (
+        "README.md",
+        "docs/conversion.md",
+        "docs/training.md",
+        "docs/inference.md",
+        "docs/extend.md",
+        "docs/problems.md",
+    )
 )
 OPTION = r"(?<![\w-])--[a-z][a-z-]+(?![\w.-]*\.)"
 
@@ -50,7 +58,8 @@ def options_of(*path: str) -> set[str]:
 def titan_lines(text: str) -> list[list[str]]:
     """The words of every titan command in a page's blocks."""
     blocks = re.findall(r"```(?:bash|console)\n(.*?)```", text, re.S)
-    lines = [line.removeprefix("$ ").replace(" …", "") for block in blocks for line in block.splitlines()]
+    joined = [block.replace("\\\n", " ") for block in blocks]
+    lines = [line.removeprefix("$ ").replace(" …", "") for block in joined for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("titan ")]
 
 
@@ -64,10 +73,28 @@ def test_the_readme_is_short_and_shows_every_command():
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "extend.md"], ids=lambda page: page.name)
-def test_commands_of_a_page_parse(page):
+def test_commands_of_a_page_parse(page, monkeypatch):
+    monkeypatch.setattr(hub_names, "find_local", Path)  # no model of the pages is in the cache
     for words in titan_lines(page.read_text()):
         done = CliRunner().invoke(parse_only(), words[1:])
         assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_config_keys_in_commands_of_a_page_exist(page):
+    """Commands that take `--section.key VALUE` accept any option, so that their keys and values are read here."""
+    for words in titan_lines(page.read_text()):
+        start = next((n for n, word in enumerate(words) if re.fullmatch(r"--\w+\.[\w.]+(=.*)?", word)), None)
+        if start is None:
+            continue
+        config = next((word for word in words[2:start] if word in preset_names()), "debug")
+        keys = words[start:]
+        others = {option for command in ("train", "seed", "estimate-memory") for option in options_of(command)}
+        while any(key in others for key in keys):  # options of the command and their values
+            place = next(n for n, key in enumerate(keys) if key in others)
+            takes_value = place + 1 < len(keys) and not keys[place + 1].startswith("--")
+            del keys[place : place + 1 + takes_value]
+        assert load_config(config, keys).origins, shlex.join(words)
 
 
 def test_options_in_the_readme_and_the_conversion_page_exist():
@@ -155,6 +182,49 @@ def test_the_training_page_names_every_schedule_and_preset():
 
 def test_the_page_on_inference_names_every_option_and_no_other():
     assert set(re.findall(OPTION, INFERENCE)) == options_of("infer") - {"--help"}
+
+
+def message_templates() -> list[tuple[str, str]]:
+    """Every text of the three packages: its longest part, and a pattern in which what is filled in matches all."""
+
+    def literals(node: ast.AST) -> list[str | None]:  # None: filled in
+        match node:
+            case ast.Constant(value=str(text)):
+                return [text]
+            case ast.JoinedStr(values=parts):
+                return [text for part in parts for text in literals(part)]
+            case ast.BinOp(op=ast.Add(), left=left, right=right):
+                return [*literals(left), *literals(right)]
+        return [None]
+
+    files = [file for name in ("converters", "trainer", "titan_tools") for file in (ROOT / name).rglob("*.py")]
+    found = {tuple(literals(node)) for file in files for node in ast.walk(ast.parse(file.read_text()))}
+    long = [texts for texts in found if sum(len(text or "") for text in texts) >= 13]  # shorter ones match too much
+    return [
+        (
+            max((text or "" for text in texts), key=len),
+            "".join(".*" if text is None else re.escape(text) for text in texts),
+        )
+        for texts in long
+    ]
+
+
+def test_the_messages_of_the_page_on_problems_are_printed_by_titan():
+    lines = [line for block in re.findall(r"```text\n(.*?)```", PROBLEMS, re.S) for line in block.splitlines()]
+    messages = [line.partition(": ") for line in lines if re.match("(error|hint|WARNING): ", line)]
+    assert len(messages) > 50
+    templates = message_templates()
+    unknown = []
+    for _, _, text in messages:
+        shown = re.sub(r" on rank \d+$|:$", "", text)
+        starts = [
+            0,
+            *(m.end() for m in re.finditer(r": |^\S+ ", shown)),
+        ]  # behind "command line: ", "PATH: " or "PATH "
+        possible = [pattern for part, pattern in templates if part in text]
+        if not any(re.fullmatch(p, end) for p in possible for n in starts for end in (shown[n:], text[n:])):
+            unknown.append(text)
+    assert unknown == []
 
 
 def test_the_cli_reference_has_every_command_and_option():
