@@ -35,14 +35,26 @@ class NoObserver:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnShare:
+    """What a rank has computed of a step's loss: its share in the mean, and the valid tokens of its samples.
+
+    Shares add up over the ranks of all stages, context shards and batches.
+    """
+
+    loss: float
+    num_valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of a step, equal on all ranks."""
+    """The outcome of a step, equal on all ranks but for `own`."""
 
     loss: float  # mean over the valid tokens of all ranks and accumulated batches, in nats
     grad_norm: float  # before clipping
     num_valid_tokens: int
     stop_requested: bool  # on at least one rank
     expert_loads: tuple[ExpertLoad, ...] = ()  # of layers with experts
+    own: OwnShare | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -62,29 +74,33 @@ class Verdict:
         num_valid_tokens: Tensor,
         num_stop_requests: Tensor,
         *,
+        share: Tensor,
+        num_own_tokens: int,
         copies: int,
         balance: ExpertBalance | None = None,
         counts_LE: Tensor | None = None,
     ):
         """0-dim tensors on one device: float64, but for the number of tokens. `copies`: how often loss has the loss.
 
+        `share`: this rank's in the loss, whose samples have `num_own_tokens` valid tokens.
         `counts_LE`: of the tokens of each expert, for `balance`, summed over all ranks.
         """
-        values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests])
+        values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests, share])
         self.found_inf = 1 - values.isfinite().all().float()  # 1 if the loss or the norm is not finite, else 0
         self.counts_LE, self._balance = counts_LE, balance
         if balance is not None and counts_LE is not None:
             values = torch.cat([values, balance.loads(counts_LE)])
         self._values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
-        self._copies = copies
+        self._copies, self._num_own_tokens = copies, num_own_tokens
         self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
     def read(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        loss, norm, num_valid_tokens, num_stop_requests, *loads = self._values.tolist()
+        loss, norm, num_valid_tokens, num_stop_requests, share, *loads = self._values.tolist()
         expert_loads = self._balance.read(loads) if self._balance else ()
-        return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0, expert_loads)
+        own = OwnShare(share / self._copies, self._num_own_tokens)
+        return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0, expert_loads, own)
 
 
 class TrainStep:
@@ -169,6 +185,8 @@ class TrainStep:
             grad_norm,
             num_valid,
             sums[1],
+            share=share,
+            num_own_tokens=samples.num_valid_tokens,
             copies=self._tp,
             balance=self.balance,
             counts_LE=None if counts_LE is None else sums[2:].view_as(counts_LE),

@@ -158,7 +158,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(f"step {num_done} of {training.steps} is done already: nothing to do")
 
     # Train
-    report = held.enter_context(Report(job, progress, device=ranks.device, rank=dist.get_rank()))
+    batch_rank = meshes["batch"].get_local_rank()
+    report = held.enter_context(Report(job, progress, device=ranks.device, rank=dist.get_rank(), batch_rank=batch_rank))
     if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(loader)

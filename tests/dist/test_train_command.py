@@ -136,7 +136,7 @@ def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(con
     code, out, err = _run("train", config, "--job.dump_folder", tmp_path, *scalars, program=program)
     assert code == 0 and "resumed from" in err, err
     assert [int(line.split()[1]) for line in out.splitlines()] == list(range(stopped_at + 1, 13))
-    assert len(list((tmp_path / "scalars").glob("events.*"))) == 1
+    assert len(list((tmp_path / "scalars" / tmp_path.name).glob("events.*"))) == 1
     assert read_losses(tmp_path) == read_losses(config.parent)
     assert differences(tmp_path / "checkpoint" / "step-12", config.parent / "checkpoint" / "step-12") == []
 

@@ -55,9 +55,10 @@ def test_a_resumed_run_continues_its_run(pools, tmp_path):
     (run_id,) = logged_ids(tmp_path / "run")
     steps = [tmp_path / "run" / "checkpoint" / f"step-{n}" for n in (2, 4, 6)]
     assert saved_id(steps[0]) == run_id
-    events = EventAccumulator(str(tmp_path / "run" / "tb"))
+    events = EventAccumulator(str(tmp_path / "run" / "tb" / "run"))
     events.Reload()
-    assert len(events.Scalars("loss")) == 2
+    mean, largest = ([e.value for e in events.Scalars(f"loss_metrics/global_{kind}_loss")] for kind in ("avg", "max"))
+    assert len(mean) == 2 and all(0 < most - loss < 1 for loss, most in zip(mean, largest, strict=True))
 
     assert "resumed from" in run(4, **metrics)
     assert logged_ids(tmp_path / "run") == [run_id, run_id] and saved_id(steps[1]) == run_id

@@ -46,12 +46,18 @@ def test_every_rank_writes_its_scalars_and_one_the_records(watched):
     records = [record for record in records if "loss" in record]
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert all(0 < record["data_secs"] < 5 and record["memory_gib"] > 0 for record in records)
+    memory = []
     for rank in (0, 1):
-        events = EventAccumulator(str(dump / "tb" / f"rank_{rank}"))
+        events = EventAccumulator(str(dump / "tb" / dump.name / f"rank_{rank}"))
         events.Reload()
-        output = {e.step: e.value for e in events.Scalars("loss")}  # all ranks know it, the last stage's too
+        losses = events.Scalars("loss_metrics/global_avg_loss")
+        output = {e.step: e.value for e in losses}  # all ranks know it, the last stage's too
         assert output == pytest.approx({record["step"]: record["loss"] for record in records}, rel=1e-6)
-        assert len(events.Scalars("data_secs")) == len(events.Scalars("tokens_per_sec")) == 4
+        assert len(events.Scalars("time_metrics/data_loading(s)")) == len(events.Scalars("throughput(tps)")) == 4
+        memory.append([e.value for e in events.Scalars("memory/max_resident(GiB)")])
+    most = [max(of_ranks) for of_ranks in zip(*memory, strict=True)]
+    assert [record["memory_gib"] for record in records] == pytest.approx(most, rel=1e-6) and memory[0] != memory[1]
+    assert all(record["max_loss"] == pytest.approx(record["loss"]) for record in records)  # of one batch
 
 
 def test_the_collector_says_what_it_found_after_each_step(watched):

@@ -57,13 +57,13 @@ class Metrics:
     enable_tensorboard: bool = False
     """Write TensorBoard scalars on rank 0."""
     save_tb_folder: Folder = "tb"
-    """Folder of the TensorBoard files, under job.dump_folder."""
+    """Folder of the TensorBoard files, under job.dump_folder; they are in a folder of the run's name in it."""
     enable_wandb: bool = False
     """Log to Weights & Biases from rank 0, as the WANDB_* environment variables say; needs the package wandb."""
     disable_color_printing: bool = False
     """Print log lines without colors on a terminal."""
     save_for_all_ranks: bool = False
-    """With enable_tensorboard: every rank writes scalars, each into a folder `rank_N` of save_tb_folder."""
+    """With enable_tensorboard: every rank writes its own scalars, each into a folder `rank_N` of the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

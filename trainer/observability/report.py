@@ -1,8 +1,10 @@
 """Measure a training run and log its metrics every few steps, on the ranks that log."""
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +30,27 @@ from trainer.observability.sinks import (
 from trainer.observability.throughput import StepClock, flops_per_token, peak_memory
 from trainer.observability.wandb_sink import WandbSink
 from trainer.optim.expert_balance import ExpertLoad
-from trainer.step import StepResult
+from trainer.step import OwnShare, StepResult
 
 
 class Report:
     """Measures from the moment it is made, and sends metrics to this rank's sinks; most ranks have none.
 
-    Loss and gradient norm are equal on all ranks, in a pipeline too, so rank 0 writes the records. With
-    metrics.save_for_all_ranks every rank writes its own measurements to TensorBoard. LOG_RANK says which ranks print.
+    Loss and gradient norm are equal on all ranks, in a pipeline too, so rank 0 writes the records, with the most memory
+    that a rank has taken. With metrics.save_for_all_ranks every rank writes its own measurements to TensorBoard.
+    LOG_RANK says which ranks print.
     """
 
-    def __init__(self, job: Job, progress: Progress, *, device: torch.device, rank: int):
-        """`progress` is the state that the run starts from; a resumed run continues its run at Weights & Biases."""
+    def __init__(self, job: Job, progress: Progress, *, device: torch.device, rank: int, batch_rank: int = 0):
+        """`progress` is the state that the run starts from; a resumed run continues its run at Weights & Biases.
+
+        `batch_rank`: ranks with the same one have parts of the same samples.
+        """
         self._wandb: WandbSink | None = None
+        self._of_one_rank: list[MetricSink] = []  # sinks whose memory is this rank's, not the most of all ranks
         self._sinks = self._open_sinks(job, progress, rank)
-        if not self._sinks:
-            return
         config = job.config
-        self._device, self._num_ranks = device, dist.get_world_size()
+        self._device, self._num_ranks, self._batch_rank = device, dist.get_world_size(), batch_rank
         self._every, self._num_steps = config.metrics.log_freq, config.training.steps
         self._tokens_per_step = job.tokens_per_step
         self._clock = StepClock(
@@ -71,8 +76,12 @@ class Report:
                 tokens_per_step=job.tokens_per_step,
             )
             sinks.append(console)
+            if shown != {0}:
+                self._of_one_rank.append(console)
         if tensorboard := _tensorboard_folder(settings, dump, rank):
-            sinks.append(TensorBoardSink(tensorboard, num_done=progress.step))
+            sinks.append(TensorBoardSink(tensorboard, num_done=progress.step, texts=_texts(job)))
+            if settings.save_for_all_ranks:
+                self._of_one_rank.append(sinks[-1])
         if rank == 0:
             records = JsonlSink(dump / METRICS_FILE, num_done=progress.step)
             run = LoggedRun(dump, as_json(job.config)["config"], progress.step, records.num_logged)
@@ -89,12 +98,13 @@ class Report:
 
     def step(self, progress: Progress, result: StepResult, *, lr: float) -> None:
         """Count a step; log it if it is the first, the last, or one of every `metrics.log_freq`."""
-        if not self._sinks:
-            return
         self._clock.count_step(self._tokens_per_step)
         if progress.step % self._every and progress.step not in (1, self._num_steps):
             return
-        speed = self._clock.read()
+        speed, memory = self._clock.read(), peak_memory(self._device)
+        of_all = self._of_all_ranks(result, memory)
+        if not self._sinks:
+            return
         metrics = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -103,32 +113,44 @@ class Report:
             "tokens_per_sec_per_rank": speed.tokens_per_sec / self._num_ranks,
             "tflops_per_rank": speed.tflops_per_rank,
             **({} if speed.mfu is None else {"mfu": speed.mfu}),
+            "step_secs": speed.secs_per_step,
             "data_secs": speed.data_secs,
-            **peak_memory(self._device),
+            **of_all,
             "ntokens_seen": progress.ntokens_seen,
             "skipped_steps": progress.skipped_steps,
             **load_metrics(result.expert_loads),
         }
-        self._log(progress.step, metrics)
+        for sink in self._sinks:
+            sink.log(progress.step, metrics | memory if sink in self._of_one_rank else metrics)
+
+    def _of_all_ranks(self, result: StepResult, memory: Mapping[str, float]) -> dict[str, float]:
+        """The largest mean loss of a data-parallel rank's own tokens, and the most memory of a rank."""
+        own = result.own or OwnShare(result.loss, result.num_valid_tokens)
+        row = [self._batch_rank, own.loss, own.num_valid_tokens, *memory.values()]
+        ours = torch.tensor(row, dtype=torch.float64, device=self._device)
+        theirs = [torch.empty_like(ours) for _ in range(self._num_ranks)]
+        dist.all_gather(theirs, ours)
+        columns = torch.stack(theirs).T.tolist()
+        shares, tokens = Counter[float](), dict(zip(columns[0], columns[2], strict=True))
+        for batch_rank, share in zip(columns[0], columns[1], strict=True):
+            shares[batch_rank] += share
+        means = [shares[one] * result.num_valid_tokens / num for one, num in tokens.items() if num]
+        most = [max(column) for column in columns[3:]]
+        return {"max_loss": max(means, default=result.loss), **dict(zip(memory, most, strict=True))}
 
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log the metrics of a validation."""
-        self._log(step, {name: value for name, value in metrics.items() if value is not None})
-
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        known = {name: value for name, value in metrics.items() if value is not None}
         for sink in self._sinks:
-            sink.log(step, metrics)
+            sink.log(step, known)
 
     def fetching(self) -> AbstractContextManager[None]:
         """Context around loading a step's samples."""
-        return self._clock.fetching() if self._sinks else nullcontext()
+        return self._clock.fetching()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context around what is not training time: validation, a checkpoint."""
-        if not self._sinks:
-            yield
-            return
         self._clock.pause()
         yield
         self._clock.resume()
@@ -165,5 +187,21 @@ def _tensorboard_folder(settings: Metrics, dump: Path, rank: int) -> Path | None
     """Where this rank writes scalars, if it does; two ranks never write to one file."""
     if not settings.enable_tensorboard or not (rank == 0 or settings.save_for_all_ranks):
         return None
-    folder = dump / settings.save_tb_folder
+    folder = dump / settings.save_tb_folder / _name_of(dump)
     return folder / f"rank_{rank}" if settings.save_for_all_ranks else folder
+
+
+def _name_of(dump: Path) -> str:
+    """A run's name: that of its folder."""
+    return dump.resolve().name or "run"
+
+
+def _texts(job: Job) -> dict[str, str]:
+    """What TensorBoard shows beside the scalars."""
+    config = job.config
+    name = _name_of(Path(config.job.dump_folder))
+    ranks = f"{job.dims.world_size} rank{'s' if job.dims.world_size > 1 else ''}"
+    return {
+        "run/name": f"**{name}**: {config.job.description}, {config.model.name} {config.model.flavor} on {ranks}",
+        "run/config": f"```json\n{json.dumps(as_json(config)['config'], indent=2)}\n```",
+    }

@@ -13,6 +13,7 @@ from converters.extensions import check_attributes, check_call
 from converters.names import RESUMED_FROM
 from trainer.config.custom_import import error_of_import
 from trainer.observability.log import note
+from trainer.observability.tags import torchtitan_tags
 
 
 class MetricSink(Protocol):
@@ -131,16 +132,22 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """TensorBoard scalars. Of a resumed run it shows no earlier points of steps after `num_done`."""
+    """TensorBoard scalars under torchtitan's tags, and `texts` by their tags, in Markdown.
 
-    def __init__(self, folder: Path, *, num_done: int):
+    Of a resumed run it shows no earlier points of steps after `num_done`. TensorBoard's name for the run is that of the
+    folder that holds the event files, below the one that it is started with.
+    """
+
+    def __init__(self, folder: Path, *, num_done: int, texts: Mapping[str, str] | None = None):
         from torch.utils.tensorboard import SummaryWriter  # here: the import is slow
 
         self._writer: Any = SummaryWriter(str(folder), purge_step=num_done + 1)
+        for tag, text in (texts or {}).items():
+            self._writer.add_text(tag, text, num_done)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in finite(metrics).items():
-            self._writer.add_scalar(name, value, step)
+        for tag, value in torchtitan_tags(finite(metrics)).items():
+            self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
     def close(self) -> None:

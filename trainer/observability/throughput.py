@@ -88,11 +88,16 @@ class StepClock:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of this rank: reserved and allocated on a GPU, resident on a CPU."""
+    """Peak memory of this rank: on a GPU what its allocator reserves and has in use, on a CPU what is resident."""
     if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
         return {
-            "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
-            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "memory_gib": stats["reserved_bytes.all.peak"] / GIB,
+            "memory_allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
+            "memory_active_gib": stats["active_bytes.all.peak"] / GIB,
+            "memory_capacity_gib": torch.cuda.get_device_properties(device).total_memory / GIB,
+            "alloc_retries": stats["num_alloc_retries"],
+            "ooms": stats["num_ooms"],
         }
     import resource
 

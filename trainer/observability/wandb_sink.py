@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.observability.log import note
 from trainer.observability.sinks import LoggedRun, finite
+from trainer.observability.tags import torchtitan_tags
 
 # Environment variables that torchtitan reads, by the argument of `wandb.init`; wandb itself reads the others
 _VARIABLES = {
@@ -21,29 +22,10 @@ _VARIABLES = {
     "resume_from": "WANDB_RESUME_FROM",
     "fork_from": "WANDB_FORK_FROM",
 }
-# The metrics that torchtitan logs too, by its names, so that runs of both can be compared in one chart
-_NAMES = {
-    "loss": "loss_metrics/global_avg_loss",
-    "tokens_per_sec_per_rank": "throughput(tps)",
-    "tflops_per_rank": "tflops",
-    "data_secs": "time_metrics/data_loading(s)",
-    "ntokens_seen": "n_tokens_seen",
-    "validation_loss": "validation_metrics/loss",
-}
 _PROJECT = "titan"
 _LOGIN_SECS = 60  # to answer wandb's prompt for a key, which would otherwise wait forever
 _FINISH_SECS = 300  # to upload the last metrics; they are on disk too
 _FINISH_EARLY_SECS = 15  # after an error or a stop request: SIGKILL may follow soon
-
-
-def under_torchtitan_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics by torchtitan's names, in its units; those that it does not have keep their names."""
-    named = {_NAMES.get(name, name): value for name, value in metrics.items()}
-    if "mfu" in named:
-        named["mfu(%)"] = 100 * named.pop("mfu")
-    if "memory_allocated_gib" in named:  # on a GPU, where the other number is what the allocator has reserved
-        named["memory/max_reserved(GiB)"] = named.pop("memory_gib")
-    return named
 
 
 class WandbSink:
@@ -61,7 +43,7 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._run is not None:
-            self._attempt("failed", lambda: self._run.log(under_torchtitan_names(finite(metrics)), step=step))
+            self._attempt("failed", lambda: self._run.log(torchtitan_tags(finite(metrics)), step=step))
 
     def end_early(self, *, failed: bool) -> None:
         """Before `close`, of a run that did not take its last step."""

@@ -17,7 +17,7 @@ from trainer.observability import sinks
 from trainer.observability.report import Report
 from trainer.observability.sinks import JsonlSink, TensorBoardSink, register_metric_sink, step_line
 from trainer.process_group import fake_ranks
-from trainer.step import StepResult
+from trainer.step import OwnShare, StepResult
 
 RESULT = StepResult(loss=2.5, grad_norm=1.0, num_valid_tokens=100, stop_requested=False)
 
@@ -34,7 +34,7 @@ def open_report(config: Config, *, rank: int = 0, world_size: int = 1) -> Report
 def test_records_are_appended_and_a_torn_line_is_left_behind(tmp_path):
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    sinks = [JsonlSink(path, num_done=2), TensorBoardSink(tmp_path / "tb", num_done=2)]
+    sinks = [JsonlSink(path, num_done=2), TensorBoardSink(tmp_path / "tb", num_done=2, texts={"a/text": "of the run"})]
     for sink in sinks:
         sink.log(3, {"loss": 1.5, "grad_norm": float("nan")})
         sink.close()
@@ -46,7 +46,10 @@ def test_records_are_appended_and_a_torn_line_is_left_behind(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.5)]
+    assert [(e.step, e.value) for e in events.Scalars("loss_metrics/global_avg_loss")] == [(3, 1.5)]
+    assert [(e.step, e.tensor_proto.string_val) for e in events.Tensors("a/text/text_summary")] == [
+        (2, [b"of the run"])
+    ]
 
 
 def test_records_of_a_part_that_was_given_up_are_marked(tmp_path):
@@ -84,10 +87,48 @@ def test_all_sinks_agree_on_steps_that_are_run_again(monkeypatch, tmp_path):
     expected = {step: 100.0 + step for step in range(1, 51)} | {step: 300.0 + step for step in range(51, 55)}
     expected |= {55: 455.0, 56: 456.0}
     assert dict(summarize_run(tmp_path).loss) == expected and len(summarize_run(tmp_path).loss) == len(expected)
-    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name), size_guidance={"scalars": 0})
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == sorted(expected.items())
+    assert [(e.step, e.value) for e in events.Scalars("loss_metrics/global_avg_loss")] == sorted(expected.items())
     assert [(sink.run.num_done, sink.run.num_logged) for sink in opened] == [(0, 0), (50, 57), (50, 52), (54, 54)]
+
+
+def test_tensorboard_shows_the_runs_name_and_its_config(tmp_path):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    for name in ("a-run", "another"):
+        with fake_ranks(1, rank=0), open_report(config_in(tmp_path / name, enable_tensorboard=True)):
+            pass
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+    runs.Reload()
+    assert sorted(runs.Runs()) == ["a-run/tb/a-run", "another/tb/another"]
+    alone = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "a-run" / "tb"))
+    alone.Reload()
+    assert list(alone.Runs()) == ["a-run"]
+    name, config = (
+        alone.Tensors("a-run", f"run/{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
+        for tag in ("name", "config")
+    )
+    assert name == "**a-run**: default job, llama3 debug_gqa on 1 rank"
+    fence, *lines, last = config.splitlines()
+    assert (fence, last) == ("```json", "```")
+    assert json.loads("\n".join(lines))["model"]["flavor"] == "debug_gqa"
+
+
+def test_the_largest_loss_is_of_a_ranks_samples_and_memory_of_the_rank_with_most(monkeypatch, tmp_path):
+    """Two batches over two stages: only the last stage has losses. The second batch has a quarter of the tokens."""
+    rows = [(0, 0.0, 75, 3.0), (1, 0.0, 25, 1.0), (0, 1.5, 75, 2.0), (1, 1.0, 25, 5.0)]
+
+    def all_gather(outputs, own):
+        assert own.tolist()[:3] == [0, 0.0, 75]
+        for output, row in zip(outputs, rows, strict=True):
+            output.copy_(torch.tensor(row))
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    with fake_ranks(4, rank=0), open_report(config_in(tmp_path, log_freq=1), world_size=4) as report:
+        report.step(Progress(step=1), replace(RESULT, own=OwnShare(0.0, 75)), lr=0.1)
+    (record,) = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert (record["loss"], record["max_loss"], record["memory_gib"]) == (2.5, 4.0, 5.0)
 
 
 def test_step_line_says_mfu_only_where_it_is_known():

@@ -1,6 +1,7 @@
 """FLOP utilization against published figures, the step clock, and peak memory."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,15 @@ def test_memory_on_the_cpu_is_the_resident_peak():
 
 
 def test_memory_on_cuda_is_what_is_reserved_and_what_of_it_is_in_use(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 << 30)
-    assert peak_memory(torch.device("cuda", 0)) == {"memory_gib": 3.0, "memory_allocated_gib": 2.0}
+    peaks = {"reserved": 4 << 30, "allocated": 2 << 30, "active": 3 << 30}
+    stats = {f"{what}_bytes.all.peak": size for what, size in peaks.items()} | {"num_alloc_retries": 5, "num_ooms": 1}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 << 30))
+    assert peak_memory(torch.device("cuda", 0)) == {
+        "memory_gib": 4.0,
+        "memory_allocated_gib": 2.0,
+        "memory_active_gib": 3.0,
+        "memory_capacity_gib": 80.0,
+        "alloc_retries": 5,
+        "ooms": 1,
+    }

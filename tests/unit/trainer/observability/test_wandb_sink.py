@@ -10,7 +10,7 @@ import pytest
 
 from trainer.observability import wandb_sink
 from trainer.observability.sinks import LoggedRun
-from trainer.observability.wandb_sink import WandbSink, under_torchtitan_names
+from trainer.observability.wandb_sink import WandbSink
 
 wandb = pytest.importorskip("wandb")
 BLOCK = 32768
@@ -67,25 +67,6 @@ def test_metrics_and_run_id_offline(tmp_path, monkeypatch):
     assert run_id
     logged = [(r["_step"], r["loss_metrics/global_avg_loss"]) for r in records_of(tmp_path)]
     assert logged == [(1, 2.5), (2, 2.0)]
-
-
-def test_metrics_have_torchtitan_names_and_units():
-    on_cpu = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_sec_per_rank": 8.0, "memory_gib": 0.5}
-    assert under_torchtitan_names(on_cpu) == {
-        "loss_metrics/global_avg_loss": 2.0,
-        "grad_norm": 1.0,
-        "lr": 0.1,
-        "throughput(tps)": 8.0,
-        "memory_gib": 0.5,  # of the process: torchtitan has no such number
-    }
-    on_gpu = {"mfu": 0.4, "memory_gib": 70.0, "memory_allocated_gib": 60.0, "tflops_per_rank": 400.0}
-    assert under_torchtitan_names(on_gpu) == {
-        "mfu(%)": 40.0,
-        "memory/max_reserved(GiB)": 70.0,
-        "memory_allocated_gib": 60.0,
-        "tflops": 400.0,
-    }
-    assert under_torchtitan_names({"validation_loss": 3.0}) == {"validation_metrics/loss": 3.0}
 
 
 def test_a_resumed_run_continues_its_run(tmp_path):
