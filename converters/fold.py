@@ -1,10 +1,12 @@
 """Fold tensors whose names differ only in numbers into one line: `layers.{0..31}.attention.wq.weight`."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a name part that is a number
 _DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # except within `{0..31}` and before numbers
@@ -28,23 +30,36 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
 
     Only full products are written as one line, so that each line stands for exactly the names it shows.
     """
-    groups: dict[tuple[Any, ...], dict[tuple[int, ...], TensorLine]] = {}
-    for line in lines:
-        parts = _NUMBER.split(line.name)
-        key = (tuple(parts[::2]), line.section, line.dtype, line.shape)
-        groups.setdefault(key, {})[tuple(map(int, parts[1::2]))] = line
-    folded: list[TensorLine] = []
-    for (texts, section, dtype, shape), all_members in groups.items():
+    found = fold(lines, name=lambda line: line.name, alike=lambda line: (line.section, line.dtype, line.shape))
+    return [
+        replace(
+            held[0],
+            name=name,
+            num_tensors=len(held),
+            num_chunks=sum(line.num_chunks for line in held),
+            num_bytes=sum(line.num_bytes for line in held),
+        )
+        for name, held in found
+    ]
+
+
+def fold(items: Iterable[T], *, name: Callable[[T], str], alike: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
+    """Items in groups whose names differ only in numbers and that are `alike`, each with its folded name."""
+    groups: dict[tuple[tuple[str, ...], Hashable], dict[tuple[int, ...], T]] = {}
+    for item in items:
+        parts = _NUMBER.split(name(item))
+        groups.setdefault((tuple(parts[::2]), alike(item)), {})[tuple(map(int, parts[1::2]))] = item
+    folded: list[tuple[str, list[T]]] = []
+    for (texts, _), all_members in groups.items():
         repeated = _repeated(texts, list(all_members))
         firsts = sorted({*repeated})
-        members = {tuple(numbers[at] for at in firsts): line for numbers, line in all_members.items()}
+        members = {tuple(numbers[at] for at in firsts): item for numbers, item in all_members.items()}
         for sets in _products(list(members)):
             held = [members[numbers] for numbers in product(*sets)]
             shown = ["{" + number_ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
             numbers = [shown[firsts.index(at)] for at in repeated]
-            name = "".join(t + n for t, n in zip(texts, [*numbers, ""], strict=True)) if len(held) > 1 else held[0].name
-            chunks, size = sum(line.num_chunks for line in held), sum(line.num_bytes for line in held)
-            folded.append(TensorLine(name, section, dtype, shape, len(held), chunks, size))
+            text = "".join(t + n for t, n in zip(texts, [*numbers, ""], strict=True))
+            folded.append((text if len(held) > 1 else name(held[0]), held))
     return folded
 
 

@@ -7,8 +7,6 @@ import typer
 
 from titan_tools.commands.convert_options import checkpoint_argument, checkpoint_option
 
-MOST_LINES = 100
-
 
 def diff(
     a: Annotated[Path, checkpoint_argument("A", "A checkpoint of any format, or a model's name in the hub's cache.")],
@@ -28,7 +26,9 @@ def diff(
             help="Take config.json, params.json or titan_model.json from here, where a checkpoint has none.",
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--every", help="List all differences, however many.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every", help="One line per tensor, layers not folded, however many.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor, of any formats. Exits with 1 if they differ.
@@ -43,35 +43,13 @@ def diff(
       titan diff grpo.pt grpo.pt --select policy --select reference
     """
     from converters.diff import diff as compare
-    from titan_tools.console import count, print_json, progress, table
+    from titan_tools.console import print_json, progress
+    from titan_tools.diff_page import print_differences
 
     report = compare(a, b, select=select or (), model_from=model_from, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:
-        shown = report.differences if every else report.differences[:MOST_LINES]
-        if shown:
-            rows = [
-                (d.name, d.kind, "" if d.max_abs is None else f"{d.max_abs:.3g}", _percent(d.relative), d.detail)
-                for d in shown
-            ]
-            table(("name", "differs in", "max |A-B|", "relative", "detail"), rows)
-        if len(shown) < len(report.differences):
-            print(f"… and {len(report.differences) - len(shown):,} more (--every lists them)")
-        for where in dict.fromkeys(report.not_compared.values()):
-            sections = (section for section, place in report.not_compared.items() if place == where)
-            print(f"not compared ({where}): {', '.join(sections)}")
-        for text in report.notes:
-            print(f"not counted: {text}")
-        for text in report.remarks:
-            print(f"note: {text}")
-        if report.first_tensor:
-            print(f"first differing tensor: {report.first_tensor}")
-        verdict = count(len(report.differences), "difference") if report.differences else "equal"
-        print(f"{verdict}; {count(report.num_equal, 'tensor')} equal bit for bit (matched by {report.by})")
+        print_differences(report, every=every)
     if not report.equal:
         raise typer.Exit(1)
-
-
-def _percent(relative: float | None) -> str:
-    return "" if relative is None else f"{relative:.2e}"
