@@ -330,8 +330,6 @@ def _require_format(src: Path, dst: Path, catalog: Catalog, wanted: Format, outp
     if found is output:
         tries = [f"titan reshard {src} {dst}"] if output.name == "dcp" else []
         tries.append(f"titan convert {output.name}-to-{wanted.name} {src} {dst}")  # the other way round
-    elif "dcp" in (found.name, output.name):
-        tries = [f"titan convert {found.name}-to-{output.name} {src} {dst}"]
     else:
-        tries = [f"titan convert auto {src} {dst} --to {output.name}"]
+        tries = [f"titan convert {found.name}-to-{output.name} {src} {dst}"]
     raise CheckpointError(f"{src} is {CONTAINERS[catalog.container].called}, not {wanted.called}", tries=tries)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from converters.formats.base import OPTIONS, CommandHelp
 from converters.formats.registry import FORMATS
@@ -33,9 +34,26 @@ from titan_tools.commands.convert_options import (
     format_option,
 )
 
+
+class _Pairs(TyperGroup):
+    """The listed commands and, made when they are named, those of all other pairs of formats: `hf-to-meta`."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        source, _, to = cmd_name.partition("-to-")
+        if cmd_name in self.commands or not {source, to} <= FORMATS.keys():
+            return super().get_command(ctx, cmd_name)
+        a, b = FORMATS[source], FORMATS[to]
+        text = f"Convert {a.called} to {b.called}: `titan convert auto --to {to}`, for this source only."
+        help = CommandHelp(text, text, (f"{cmd_name} SRC DST", f"{cmd_name} SRC DST --dtype bfloat16 --dry-run"))
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        _register(alone, cmd_name, help, source=source, to=to, takes=b.takes, destination=b.destination_help)
+        return typer.main.get_command(alone)
+
+
 convert_app = typer.Typer(
+    cls=_Pairs,
     help="Convert weights between Hugging Face, DCP, Meta's format, torch files and torchtune, at the speed and in the "
-    "memory of a copy.\n\n"
+    "memory of a copy. A-to-B works for every pair of formats.\n\n"
     "\b\nExamples:\n"
     "  titan convert auto Llama-3.2-1B out.dcp --to dcp\n"
     "  titan convert dcp-to-hf outputs/checkpoint/step-1000 my-model\n"
@@ -84,9 +102,16 @@ def _common_options(
 
 
 def _register(
-    name: str, help: CommandHelp, *, source: str | None, to: str | None, takes: Sequence[str], destination: str
+    app: typer.Typer,
+    name: str,
+    help: CommandHelp,
+    *,
+    source: str | None,
+    to: str | None,
+    takes: Sequence[str],
+    destination: str,
 ) -> None:
-    """Add `titan convert NAME`. Where `to` is None it is an option; `takes`: fields of OutputOptions."""
+    """Add `titan convert NAME` to `app`. Where `to` is None it is an option; `takes`: fields of OutputOptions."""
 
     def argument(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
         return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
@@ -139,13 +164,14 @@ def _register(
     made.__doc__ = f"{help.text}\n\n\b\nExamples:\n" + "".join(f"  titan convert {line}\n" for line in help.examples)
     made.__annotations__ = {p.name: p.annotation for p in parameters}
     made.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    convert_app.command(name, short_help=help.short)(made)
+    app.command(name, short_help=help.short)(made)
 
 
 _DCP = FORMATS["dcp"]
 for _format in FORMATS.values():
     if _format.to_dcp:
         _register(
+            convert_app,
             f"{_format.name}-to-dcp",
             _format.to_dcp,
             source=_format.name,
@@ -155,6 +181,7 @@ for _format in FORMATS.values():
         )
     if _format.from_dcp:
         _register(
+            convert_app,
             f"dcp-to-{_format.name}",
             _format.from_dcp,
             source=_DCP.name,
@@ -163,5 +190,11 @@ for _format in FORMATS.values():
             destination=_format.destination_help,
         )
 _register(
-    "auto", _AUTO, source=None, to=None, takes=list(OPTIONS), destination=f"The folder to create; {_SINGLE_FILES}."
+    convert_app,
+    "auto",
+    _AUTO,
+    source=None,
+    to=None,
+    takes=list(OPTIONS),
+    destination=f"The folder to create; {_SINGLE_FILES}.",
 )

@@ -90,6 +90,33 @@ def test_differences_exit_with_1(titan):
     assert code == 1 and json.loads(out)["differences"][0]["max_abs"] == 1.0
 
 
+def test_differences_of_layers_are_one_line(titan, folder, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "next")
+    tensors = load_file(folder / "hf" / "model.safetensors")
+    norms = {layer: tensors[f"model.layers.{layer}.input_layernorm.weight"] for layer in (0, 1)}
+    norms[0][3] += 0.25
+    norms[1][:20] += 0.5
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    tensors["model.layers.0.mlp.up_proj.weight"][1, 1] += 9
+    save_file(tensors, tmp_path / "next" / "model.safetensors", metadata={"format": "pt"})
+
+    def rows(*options) -> dict[str, list[str]]:
+        lines = titan("diff", "hf", tmp_path / "next", *options).stdout.splitlines()
+        assert lines[-1].startswith("4 differences; 17 tensors equal")
+        return {cells[0]: cells[1:] for line in lines[2:-2] if (cells := re.split("  +", line))}
+
+    folded = rows()
+    assert [*folded] == ["layers.{0..1}.feed_forward.w3.weight", "layers.{0..1}.attention_norm.weight"]
+    kind, number, largest, _, detail = folded["layers.{0..1}.attention_norm.weight"]
+    assert (kind, number, largest) == ("values", "2", "0.5")
+    assert detail == "1 … 20 of 32 values differ, first at [0 … 3]"
+    assert folded["layers.{0..1}.feed_forward.w3.weight"][2] == "nan"
+    every = rows("--every")
+    assert len(every) == 4 and every["layers.0.attention_norm.weight"][1:3] == ["1", "0.25"]
+    report = json.loads(titan("diff", "hf", tmp_path / "next", "--json").stdout)
+    assert {one["name"] for one in report["differences"]} == every.keys()
+
+
 def test_a_mesh_that_cuts_heads_is_refused(titan, tmp_path):
     titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp")
     for command in (("convert", "hf-to-dcp", "hf"), ("reshard", tmp_path / "dcp")):
@@ -173,7 +200,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
             "means nothing for an original Meta release",
         ),
         (["convert", "auto", "hf", "out", "--to", "meta"], "params.json cannot express RopeScaling"),
-        (["convert", "dcp-to-meta", "plain", "out"], "titan convert auto plain out --to meta"),
+        (["convert", "dcp-to-meta", "plain", "out"], "titan convert hf-to-meta plain out"),
         (
             ["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=2", "--shard-size", "1GB"],
             "cannot be combined with --for-mesh",

@@ -65,6 +65,18 @@ def test_auto_takes_any_pair(titan, source, to, tmp_path):
     assert is_same(titan, "hf", tmp_path / "out")
 
 
+@pytest.mark.parametrize(("source", "to"), [("hf", "meta"), ("torch", "hf"), ("meta", "torchtune"), ("hf", "hf")])
+def test_every_pair_has_a_command(titan, source, to, tmp_path):
+    assert titan("convert", "auto", "hf", tmp_path / "src", "--to", source)[0] == 0
+    code, out, _ = titan("convert", f"{source}-to-{to}", tmp_path / "src", tmp_path / "out", "--json")
+    assert code == 0 and json.loads(out)["to"] == to
+    assert is_same(titan, "hf", tmp_path / "out")
+    other = next(name for name in ("dcp", "torch") if name != source)
+    code, _, err = titan("convert", f"{other}-to-{to}", tmp_path / "src", tmp_path / "other")
+    assert code == 2 and ("try: titan convert" in err) and (source == to or f"convert {source}-to-{to} " in err)
+    assert f"titan convert {source}-to-{to} SRC DST" in titan("help", "convert", f"{source}-to-{to}").stdout
+
+
 def test_options_of_one_format_are_refused_by_the_others(titan, folder, tmp_path):
     given = {
         "--for-mesh=tp=2": {"dcp"},
@@ -228,14 +240,14 @@ def test_whatever_does_not_say_its_model_is_helped_by_model_from(titan, folder, 
     ("arguments", "message", "advice"),
     [
         (["torch-to-dcp", "hf", "out"], "not a torch file", "titan convert hf-to-dcp hf out"),
-        (["dcp-to-torch", "hf", "out"], "not a DCP checkpoint", "titan convert auto hf out --to torch"),
+        (["dcp-to-torch", "hf", "out"], "not a DCP checkpoint", "titan convert hf-to-torch hf out"),
         (["torchtune-to-dcp", "dcp", "out"], "not a torchtune checkpoint", "titan reshard dcp out"),
         (["hf-to-dcp", "dcp", "out"], "not a Hugging Face checkpoint", "titan reshard dcp out"),
         (["hf-to-dcp", "dcp", "out"], "not a Hugging Face checkpoint", "titan convert dcp-to-hf dcp out"),
         (["dcp-to-hf", "hf", "out"], "not a DCP checkpoint", "titan convert hf-to-dcp hf out"),
         (["hf-to-dcp", "meta", "out"], "is an original Meta release, not", "titan convert meta-to-dcp meta out"),
         (["meta-to-dcp", "file.pt", "out"], "is a torch file, not", "titan convert torch-to-dcp file.pt out"),
-        (["dcp-to-torchtune", "meta", "out"], "not a DCP checkpoint", "titan convert auto meta out --to torchtune"),
+        (["dcp-to-torchtune", "meta", "out"], "not a DCP checkpoint", "titan convert meta-to-torchtune meta out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -144,7 +144,7 @@ def test_unknown_formats_are_refused(folders, tmp_path):
 
 def test_other_sources_name_their_command(folders, tmp_path):
     for source, command, end in (
-        ("hf", "titan convert auto", " --to meta"),
+        ("hf", "titan convert hf-to-meta", "/x"),
         ("ours", "titan convert meta-to-dcp", "/x"),
     ):
         with pytest.raises(CheckpointError, match="not a DCP checkpoint") as error:
