@@ -14,6 +14,7 @@ class TitanError(Exception):
     """Base of every error that a user can cause."""
 
     exit_code = 2
+    kind = "machine"  # of the object that `--json` prints; here: a disk, a permission, memory
 
     def __init__(self, message: str, *, hint: str = "", tries: Sequence[str] = ()):
         super().__init__(message)
@@ -25,28 +26,38 @@ class TitanError(Exception):
 class ConfigError(TitanError):
     """A config file, an override or an option has an invalid value."""
 
+    kind = "config"
+
 
 class CheckpointError(TitanError):
     """A checkpoint is missing, damaged, incomplete, or not what was asked for."""
+
+    kind = "checkpoint"
 
 
 class DataError(TitanError):
     """Text, a tokenizer or a token index is missing, damaged, or not what was asked for."""
 
+    kind = "data"
+
 
 class UnsupportedError(TitanError):
     """The request is understood but not supported; nothing was done."""
+
+    kind = "unsupported"
 
 
 class NumericalFault(TitanError):
     """Training met a NaN or an infinity and stopped before the update."""
 
+    kind = "numerical"
     exit_code = 4
 
 
 class Preempted(TitanError):
     """The job was asked to stop, saved its state and left."""
 
+    kind = "preempted"
     exit_code = 75
 
 

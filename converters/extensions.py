@@ -11,6 +11,8 @@ from converters.errors import TitanError
 class ExtensionError(TitanError):
     """A module that registers extensions has an error."""
 
+    kind = "extension"
+
 
 def where_defined(thing: Any) -> str:
     """`file:line` of the definition of a function, a class, or an object's class; its name where there is no source."""

@@ -33,8 +33,7 @@ def main() -> None:
 
 
 def _leave(problem: "Problem") -> NoReturn:
-    print_error(problem.message, hint=problem.hint, tries=problem.tries)
-    sys.exit(problem.exit_code)
+    sys.exit(print_error("installation", *problem))
 
 
 def _are_titans(*packages: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -205,16 +206,13 @@ def run() -> int:
         sys.stdout.flush()
         return code or 0
     except TitanError as error:
-        print_error(error.message, hint=error.hint, tries=error.tries)
-        return error.exit_code
+        return _print(error)
     except typer.TyperException as error:  # unknown command or option, missing argument, bad value
         return _print_usage_error(error)
     except (typer.Abort, _Interrupted, KeyboardInterrupt) as error:
-        print_error("interrupted", hint=_notes(error))
-        return 130
+        return print_error("interrupted", "interrupted", _notes(error), exit_code=130)
     except _Terminated as error:
-        print_error("ended by SIGTERM", hint=_notes(error))
-        return 128 + signal.SIGTERM
+        return print_error("terminated", "ended by SIGTERM", _notes(error), exit_code=128 + signal.SIGTERM)
     except SystemExit as error:  # raised by Typer after a completion, and in place of a BrokenPipeError
         if code := _print_error_of_import(error):
             return code
@@ -224,16 +222,17 @@ def run() -> int:
     except OSError as error:  # a path that cannot be read or written, without a handler closer to it
         if (known := as_machine_error(error)) is None:
             return _print_internal_error(error)
-        print_error(known.message, hint=known.hint, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
-        return known.exit_code
+        return _print(known, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
     except Exception as error:
         if known := as_memory_error(error):
-            print_error(known.message, hint=known.hint, tries=_fewer_workers())
-            return known.exit_code
+            return _print(known, tries=_fewer_workers())
         if "can't start new thread" in str(error):
-            print_error("no more threads can be started on this machine", tries=_fewer_workers())
-            return 2
+            return _print(TitanError("no more threads can be started on this machine"), tries=_fewer_workers())
         return _print_internal_error(error)
+
+
+def _print(error: TitanError, *, tries: Sequence[str] = ()) -> int:
+    return print_error(error.kind, error.message, error.hint, tries or error.tries, error.exit_code)
 
 
 class _Terminated(BaseException):
@@ -255,8 +254,8 @@ def _current_command() -> tuple[str, Any]:
     """The innermost command that sys.argv names: its words, and the command itself."""
     path, command = "titan", typer.main.get_command(app)
     for word in sys.argv[1:]:
-        if isinstance(command, TyperGroup) and word in command.commands:
-            path, command = f"{path} {word}", command.commands[word]
+        if isinstance(command, TyperGroup) and (inner := command.get_command(typer.Context(command), word)):
+            path, command = f"{path} {word}", inner
     return path, command
 
 
@@ -271,8 +270,7 @@ def _print_usage_error(error: typer.TyperException) -> int:
         return 2
     ctx = getattr(error, "ctx", None)  # missing for an option without its argument
     command = ctx.command_path if ctx else _current_command()[0]
-    print_error(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
-    return 2
+    return print_error("usage", error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
 
 
 def _print_error_of_import(error: BaseException) -> int:
@@ -283,8 +281,7 @@ def _print_error_of_import(error: BaseException) -> int:
         return 0
     shown, trace = theirs
     print(trace, end="", file=sys.stderr)
-    print_error(shown.message, hint=shown.hint)
-    return int(shown.exit_code)
+    return _print(shown)
 
 
 def _print_internal_error(error: Exception) -> int:
@@ -295,10 +292,8 @@ def _print_internal_error(error: Exception) -> int:
     if code := _print_error_of_import(error):
         return code
     if problem := explain(error):
-        print_error(problem.message, hint=problem.hint, tries=problem.tries)
-        return problem.exit_code
+        return print_error("installation", *problem)
     from trainer.config.custom_import import where_to_look
 
     traceback.print_exception(error)
-    print_error(f"{type(error).__name__}: {error}", hint=where_to_look())
-    return 3
+    return print_error("internal", f"{type(error).__name__}: {error}", where_to_look(), exit_code=3)

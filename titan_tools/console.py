@@ -1,27 +1,76 @@
 """Console output: results to stdout, messages to stderr, progress bars only on a terminal."""
 
 import json
+import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from shutil import get_terminal_size
+from typing import Any, TextIO
 
 _NUMBER = r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf|nan)"
 _NUMBERS = re.compile(rf"{_NUMBER}( … {_NUMBER})?( ?%| [KMGT]?i?B)?")
 
 
+_STYLES = {
+    "error": "bold red", "failed": "bold red", "FAILED": "bold red", "warning": "yellow", "changed": "yellow",
+    "ok": "green", "hint": "cyan", "try": "cyan",
+}  # fmt: skip
+
+
 def note(text: str) -> None:
     """Print a message to stderr; it is not part of the result."""
-    print(text, file=sys.stderr, flush=True)
+    word, colon, rest = wrapped(text, sys.stderr).partition(":")
+    print(f"{styled(word, sys.stderr)}{colon}{rest}", file=sys.stderr, flush=True)
 
 
-def print_error(message: str, *, hint: str = "", tries: Sequence[str] = ()) -> None:
-    lines = [f"error: {message}"]
-    if hint:
-        lines.append(f"hint: {hint}")
-    lines += [f"try: {line}" for line in tries]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+def styled(word: str, stream: TextIO) -> str:
+    """A word such as `error` in its colour, if `stream` is a terminal that shows colours (NO_COLOR, TERM)."""
+    if word not in _STYLES or not stream.isatty():
+        return word
+    from rich.console import Console
+
+    console = Console(file=stream)
+    with console.capture() as captured:
+        console.print(word, style=_STYLES[word], end="")
+    return captured.get()
+
+
+def wrapped(text: str, stream: TextIO, *, indent: int = 0) -> str:
+    """`text` with line breaks between words, if `stream` is a terminal and a line is too long for it.
+
+    `indent`: spaces before the continuation of a line, in addition to its own.
+    """
+    if not stream.isatty():
+        return text
+    wrapper = textwrap.TextWrapper(get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip()) + indent)
+        lines.append(wrapper.fill(line) if len(line) > wrapper.width else line)
+    return "\n".join(lines)
+
+
+def print_error(kind: str, message: str, hint: str = "", tries: Sequence[str] = (), exit_code: int = 2) -> int:
+    """Print an error to stderr, and with `--json` also as an object to stdout; returns the exit code."""
+    tried = [f"try: {line}" for line in tries]
+    for line in (f"error: {message}", *([f"hint: {hint}"] if hint else [])):
+        note(line)
+    for line in tries:  # a command is not wrapped, so that it can be copied
+        print(f"{styled('try', sys.stderr)}: {line}", file=sys.stderr, flush=True)
+    options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    if "--json" in options and os.environ.get("RANK", "0") == "0":  # one object for all ranks of torchrun
+        error = {
+            "kind": kind,
+            "message": message,
+            "hint": "\n".join(filter(None, [hint, *tried])),
+            "exit_code": exit_code,
+        }
+        with suppress(OSError):  # standard output may be the reason: it is full
+            print_json({"error": error})
+    return exit_code
 
 
 def print_json(value: Any) -> None:

@@ -35,11 +35,12 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent names a file per rank for i
 
 
 class RankFailure(TitanError):
-    """A rank failed; carries its message and exit code."""
+    """A rank failed; carries its message, kind and exit code."""
 
-    def __init__(self, message: str, *, exit_code: int, hint: str = "", tries: Sequence[str] = ()):
+    def __init__(self, message: str, *, exit_code: int, hint: str = "", tries: Sequence[str] = (), kind: str = "rank"):
         super().__init__(message, hint=hint, tries=tries)
         self.exit_code = exit_code
+        self.kind = kind
 
 
 def inside_launch() -> bool:
@@ -239,7 +240,7 @@ def _raise_first_failure(failures: dict[int, Any], *, saves: bool = True) -> int
             print(f"rank {first}:\n{error['traceback']}", end="", file=sys.stderr, flush=True)
         if not error["message"]:
             return int(error["exit_code"])
-        raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
+        raise RankFailure(**{key: error[key] for key in ("message", "exit_code", "hint", "tries", "kind")})
     codes = [f.exitcode for f in failures.values() if f.exitcode > 0]
     if not codes and not saves:
         raise RankFailure("the ranks were ended by SIGTERM from outside", exit_code=143)
@@ -277,23 +278,25 @@ def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
         error = TitanError(f"{known.message} on rank {os.environ.get('RANK', 0)}", hint=known.hint, tries=less_memory)
     elif isinstance(error, OSError):
         error = as_machine_error(error) or error
-    exit_code, text, hint, trace = 3, f"{type(error).__name__}: {error}", "", ""
+    exit_code, text, hint, trace, kind = 3, f"{type(error).__name__}: {error}", "", "", "internal"
     tries: Sequence[str] = ()
     if isinstance(error, BrokenPipeError) and reader_is_gone():  # nothing to report
         exit_code, text = PIPE_CLOSED, ""
     elif isinstance(error, TitanError):
-        exit_code, text, hint, tries = error.exit_code, error.message, error.hint, error.tries
+        exit_code, text, hint, tries, kind = error.exit_code, error.message, error.hint, error.tries, error.kind
     elif isinstance(error, KeyboardInterrupt):
-        exit_code, text = 130, "interrupted"
+        exit_code, text, kind = 130, "interrupted", "interrupted"
     elif of_import := error_of_import(error):
         shown, trace = of_import
-        exit_code, text, hint = shown.exit_code, shown.message, shown.hint
+        exit_code, text, hint, kind = shown.exit_code, shown.message, shown.hint, shown.kind
     elif problem := explain(error):
         text, hint, tries, exit_code = problem
+        kind = "installation"
     else:
         hint, trace = where_to_look(), "".join(traceback.format_exception(error))
     now = time.time()
-    ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "traceback": trace}
+    ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "kind": kind}
+    ours["traceback"] = trace
     theirs = {"message": text, "extraInfo": {"timestamp": str(int(now))}}
     try:
         Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": theirs, "titan": ours}))

@@ -37,6 +37,7 @@ class LostRank(TitanError):
     """Another rank has not joined in time, has ended, or hangs."""
 
     exit_code = 3
+    kind = "rank"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def record_command(place: Path, root: Path, *arguments: str) -> dict[str, Any]:
     if out.startswith(("{", "[")):
         content = json.loads(out)
         found["json"] = sorted(set(json_keys(content)))
-        found["numbers"] = {key: value for key, value in content.items() if _NUMBERS.fullmatch(key)}
+        if "error" not in content:
+            found["numbers"] = {key: value for key, value in content.items() if _NUMBERS.fullmatch(key)}
     return found | {"files": file_digests(place, root)}
 
 

@@ -1,5 +1,6 @@
 """titan verify: check that a checkpoint is complete and undamaged."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -43,7 +44,7 @@ def verify(
     from converters.errors import ConfigError
     from converters.sizes import format_bytes
     from converters.verify import verify as verify_checkpoint
-    from titan_tools.console import count, non_finite, note, print_json, progress
+    from titan_tools.console import count, non_finite, note, print_json, progress, styled, wrapped
     from titan_tools.infer.find import newest_step
 
     if accept and quick:
@@ -57,12 +58,14 @@ def verify(
         print_json(report.to_json())
     else:
         for check in report.checks:
-            lines = "\n".join([f"{check.name}: {check.detail}", *check.problems])
-            print(f"{check.outcome:<12}  " + lines.replace("\n", "\n              "))
+            lines = "\n".join([f"{check.name}: {check.detail}", *check.problems]).replace("\n", "\n" + " " * 14)
+            text = wrapped(f"{check.outcome:<12}  {lines}", sys.stdout, indent=14)
+            print(styled(check.outcome, sys.stdout) + text.removeprefix(check.outcome))
         for name, number in report.non_finite.items():
             print(f"note          {non_finite(name, number)}")
         size = f"{count(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
-        print(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""))
+        verdict = wrapped(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""), sys.stdout)
+        print(verdict.replace("FAILED", styled("FAILED", sys.stdout)) if not report.ok else verdict)
     if not report.ok:
         if accept:
             note("titan_manifest.json was not changed")

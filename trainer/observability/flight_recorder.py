@@ -33,6 +33,7 @@ class CollectiveFailure(TitanError):
     """A collective timed out or lost a peer; the cause is on another rank."""
 
     exit_code = 3
+    kind = "rank"
 
 
 @dataclass(frozen=True, slots=True)

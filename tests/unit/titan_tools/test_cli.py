@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from converters import hub_names
 from titan_tools import cli
 from titan_tools.cli import app
+from titan_tools.launch import RankFailure
 
 ROOT = Path(__file__).resolve().parents[3]
 TITAN = [sys.executable, "-m", "titan_tools"]
@@ -108,6 +109,62 @@ def test_wrong_usage_is_two_lines_and_exit_2(titan, arguments):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["no-such-command", "--json"], "usage", "No such command"),
+        (["models", "--json", "--no-such-option"], "usage", "No such option"),
+        (["diff", "only-one", "--json"], "usage", "Missing argument"),
+        (["convert", "auto", "a", "b", "--to", "gguf", "--json"], "usage", "'gguf' is not one of"),
+        (["data", "prepare", "--vocab-size", "many", "--json"], "usage", "valid integer"),
+        (["inspect", "/nowhere", "--json"], "checkpoint", "/nowhere: no such file or folder"),
+        (["config", "show", "debug", "--training.stepz", "1", "--json"], "config", "training.stepz"),
+        (["data", "prepare", "/nowhere", "--json"], "data", "/nowhere"),
+        (["estimate-memory", "debug", "--gpu", "abacus", "--json"], "config", "abacus"),
+        (["train", "nowhere.toml", "--dry-run", "--json"], "config", "nowhere.toml"),
+        (["infer", "/nowhere", "--prompt", "a", "--json"], "checkpoint", "/nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_with_json_an_error_is_one_object_on_stdout(titan, arguments, kind, message):
+    done = titan(*arguments)
+    assert (done.returncode, *json.loads(done.stdout)) == (2, "error")
+    error = json.loads(done.stdout)["error"]
+    assert [*error] == ["kind", "message", "hint", "exit_code"]
+    assert (error["kind"], error["exit_code"]) == (kind, 2) and message in error["message"]
+    without_name = done.stderr.removeprefix("error: ").replace("hint: ", "", 1)  # of the first line of each
+    assert without_name == "\n".join(filter(None, [error["message"], error["hint"]])) + "\n"
+    arguments.remove("--json")
+    assert titan(*arguments).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "code"),
+    [
+        (KeyboardInterrupt(), "interrupted", 130),
+        (cli._Terminated(), "terminated", 143),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), "machine", 2),
+        (RankFailure("lost", exit_code=3), "rank", 3),
+        (ZeroDivisionError("a slip"), "internal", 3),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_with_json_other_ends_are_objects_too(monkeypatch, capsys, raised, kind, code):
+    def fail(**options):
+        raise raised
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(sys, "argv", ["titan", "models", "--json"])
+    assert cli.run() == code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, code)
+    monkeypatch.setattr(sys, "argv", ["titan", "infer", "a", "--", "--json"])
+    assert cli.run() == code and capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "argv", ["titan", "models", "--json"])
+    monkeypatch.setenv("RANK", "1")  # of torchrun: the first rank prints it
+    assert cli.run() == code and capsys.readouterr().out == ""
 
 
 def test_sigterm_leaves_no_partial_output(tmp_path):

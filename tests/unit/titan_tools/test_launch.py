@@ -124,7 +124,7 @@ def test_the_first_failing_rank_is_reported(run):
 
 
 def test_of_two_errors_that_of_the_first_failing_rank_is_reported():
-    message = {"traceback": "", "exit_code": 2, "hint": "", "tries": []}
+    message = {"traceback": "", "exit_code": 2, "hint": "", "tries": [], "kind": "config"}
     failures = {
         rank: SimpleNamespace(
             exitcode=2, timestamp=9, error_file_data={"titan": message | {"message": f"rank {rank}", "secs": secs}}
