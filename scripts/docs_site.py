@@ -47,7 +47,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Put drawings into the page, where they follow its colors; do not break options and short names at a hyphen."""
     html = re.sub(r'<img alt="([^"]*)" src="(?:\.\./)*(\w+\.svg)" ?/?>', _drawing, html)
-    return re.sub(r"<code>(-[^<]{1,40}</code>|[^<\s]{1,24}</code>)", r'<code class="whole">\1', html)
+    return re.sub(r"<code>([^<]+)</code>", lambda code: f"<code>{_in_whole_words(code[1])}</code>", html)
+
+
+def _in_whole_words(code: str) -> str:
+    """Short words of inline code, and longer ones with hyphens, as elements that site.css does not break."""
+
+    def whole(word: re.Match[str]) -> str:
+        return f"<span>{word[0]}</span>" if len(word[0]) <= (40 if "-" in word[0] else 24) else word[0]
+
+    return re.sub(r"\S+", whole, code)
 
 
 def _drawing(image: re.Match[str]) -> str:

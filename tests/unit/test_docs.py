@@ -210,7 +210,7 @@ def message_templates() -> list[tuple[str, str]]:
 
 
 def test_the_messages_of_the_page_on_problems_are_printed_by_titan():
-    lines = [line for block in re.findall(r"```text\n(.*?)```", PROBLEMS, re.S) for line in block.splitlines()]
+    lines = [line for block in re.findall(r"```output\n(.*?)```", PROBLEMS, re.S) for line in block.splitlines()]
     messages = [line.partition(": ") for line in lines if re.match("(error|hint|WARNING): ", line)]
     assert len(messages) > 50
     templates = message_templates()
@@ -327,7 +327,7 @@ def site(tmp_path_factory):
 
 
 def test_the_site_builds_without_warnings(site):
-    assert (site / "cli" / "index.html").is_file() and "titan estimate-memory" in (site / "index.html").read_text()
+    assert 'id="titan-estimate-memory"' in (site / "cli" / "index.html").read_text() and (site / "index.html").is_file()
     titles = {page.parent.name for page in site.rglob("index.html")}
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} < titles
 
@@ -344,7 +344,7 @@ def test_the_site_loads_nothing_from_another_host(site):
 def test_code_of_the_site_is_highlighted_and_drawings_are_part_of_the_page(site):
     extend, conversion = (site / name / "index.html" for name in ("extend", "conversion"))
     assert re.search(r'class="?filename"?>\w+\.py<', extend.read_text()) and 'class="kn"' in extend.read_text()
-    assert '<code class="whole">--for-mesh' in conversion.read_text()
+    assert "<code><span>--for-mesh</span>" in conversion.read_text()
     for page, drawing in ((conversion, "conversion.svg"), (site / "architecture" / "index.html", "architecture.svg")):
         assert page.read_text().count("<svg role") == 1 and drawing not in page.read_text()
 
