@@ -1,10 +1,13 @@
-"""mkdocs hooks: add the pages that are not files of docs/ (README, CONTRIBUTING, CHANGELOG, the CLI reference)."""
+"""mkdocs hooks: add the pages that are not files of docs/ (README, CONTRIBUTING, …, reference of commands and keys)."""
 
+import ast
+import inspect
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer
 from mkdocs.structure.files import File, Files
@@ -31,6 +34,7 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "cli.md", content=cli_reference()))
+    files.append(File.generated(config, "config.md", content=config_reference()))
     return files
 
 
@@ -130,6 +134,39 @@ def _text(name: str, text: str) -> str:
     return " ".join(sentences)
 
 
+def config_reference() -> str:
+    """Every key of a config with its values, default and meaning, as Markdown."""
+    from trainer.config.load import by_section
+    from trainer.config.sections import Config
+    from trainer.config.show import toml_text
+    from trainer.config.types import describe
+
+    lines = [
+        "# Config keys\n",
+        "Every key that a run reads, in a section of a TOML file, or as `--section.key VALUE` on the command line. "
+        "`titan config show CONFIG` prints the values of a config, and where each comes from.\n",
+    ]
+    for section, record in by_section(Config()).items():
+        kinds, meanings = get_type_hints(type(record), include_extras=True), _meanings(type(record))
+        lines.append(f"## `[{section}]`\n\n| Key | Default | Meaning |\n|---|---|---|")
+        for key, kind in kinds.items():
+            default, values = toml_text(getattr(record, key)), describe(kind)
+            allowed = f" {values[0].upper()}{values[1:]}." if re.search("≥|>|one of|list", values) else ""
+            lines.append(f"| `{key}` | `{default}` | {_escape(meanings[key] + allowed)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _meanings(section: type) -> dict[str, str]:
+    """The docstring below each field."""
+    (record,) = ast.parse(inspect.getsource(section)).body
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(record.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
 def _escape(text: str) -> str:
     """One line of Markdown, in which names of options are code."""
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
@@ -140,4 +177,4 @@ def _escape(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(cli_reference())
+    print(cli_reference(), config_reference(), sep="\n")

@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import shlex
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ import typer
 from typer.testing import CliRunner
 
 from converters import hub_names
-from scripts.docs_site import cli_reference
+from scripts.docs_site import cli_reference, config_reference
 from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.cli import app
-from trainer.config.load import load_config
+from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
-from trainer.config.sections import Parallelism
+from trainer.config.sections import Config, Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,9 +110,11 @@ def test_the_readme_names_every_option(path):
     assert {name for name in options_of(*path) if name not in README} == set()
 
 
-def test_the_conversion_page_names_every_convert_command_and_option():
+def test_the_conversion_page_names_every_format_and_option_of_convert():
+    from converters.formats.registry import FORMATS
+
+    assert [name for name in FORMATS if f"| `{name}` |" not in CONVERSION] == []
     paths = [path for path in COMMANDS if path[0] == "convert"]
-    assert [path[1] for path in paths if path[1] not in re.findall(r"(?:`|convert )([a-z-]+)", CONVERSION)] == []
     options = set().union(*(options_of(*path) for path in paths)) - {"--help"}
     assert {name for name in options if name not in CONVERSION} == set()
 
@@ -312,6 +315,16 @@ def test_the_cli_reference_states_defaults_and_values():
         assert words in reference
     prose = re.sub(r"```.*?```|`[^`\n]*`", "", reference, flags=re.S)
     assert re.findall(r"--[a-z]+", prose) == []  # names of options are code, which the site does not break
+
+
+def test_the_reference_of_keys_has_every_key_with_its_default_and_choices():
+    reference = config_reference()
+    for section, keys in by_section(Config()).items():
+        part = reference[reference.index(f"## `[{section}]`\n") :].split("\n## ")[0]
+        rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", part, re.M))
+        assert [*rows] == [field.name for field in fields(keys)] and all(len(row) > 25 for row in rows.values())
+    assert "One of Adam, AdamW." in reference
+    assert re.search(r"`local_batch_size` \| `8` \| .* A whole number ≥ 1\.", reference)
 
 
 @pytest.fixture(scope="module")
