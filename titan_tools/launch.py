@@ -24,6 +24,7 @@ from titan_tools.installation import explain
 from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.config.custom_import import error_of_import, where_to_look
+from trainer.machine import HOST_CPU, Device
 from trainer.rendezvous import launched
 from trainer.signals import die_with_parent, write_at_once
 
@@ -61,6 +62,29 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def gpu_name() -> str:
+    """The name of this machine's first GPU, without a context on it, which would take its memory."""
+    for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+        for line in file.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.removeprefix("Model:").strip()
+    return "GPUs"
+
+
+def find_device() -> Device | None:
+    """What ranks on this machine compute on; None where torch is missing, without which GPUs cannot be counted."""
+    try:
+        if not count_gpus():
+            return HOST_CPU
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return None
+    import torch
+
+    return torch.device("cuda")
 
 
 TITAN = ("-P", "-m", "titan_tools")  # -P: a `trainer` folder in the working directory must not shadow ours

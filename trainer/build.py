@@ -15,11 +15,9 @@ from torch import Tensor
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
-from converters.families.registry import get_family
 from converters.layout import cuts_within_experts
-from trainer.checkpoints.problems import checkpoint_machine_problems
-from trainer.config.sections import Config
-from trainer.data.batch import Batch, pinning_machine_problems
+from trainer.data.batch import Batch
+from trainer.hardware import check_hardware
 from trainer.job import Job
 from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
@@ -27,11 +25,10 @@ from trainer.mesh import Meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
 from trainer.observability.log import note
-from trainer.observability.profiling import profiling_machine_problems
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
-from trainer.parallel.async_tensor import async_tensor_machine_problems, enable_async_tp
+from trainer.parallel.async_tensor import enable_async_tp
 from trainer.parallel.attention_backend import selects_cudnn
-from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
+from trainer.parallel.compile import apply_compile, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
 from trainer.parallel.document_attention import positions_in_documents
@@ -42,7 +39,6 @@ from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
     apply_float8,
     float8_filters,
-    float8_machine_problems,
     float8_styles,
     is_float8,
     scale_weights,
@@ -59,7 +55,6 @@ from trainer.parallel.masked_attention import (
     apply_masks,
     choose_masked_attention,
     masked_layers,
-    masked_machine_problems,
 )
 from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
@@ -150,29 +145,6 @@ def build(
         accumulating=accumulating,
         after_update=partial(scale_weights, parts) if precomputes_scales else None,
     )
-
-
-def check_hardware(config: Config, device: torch.device) -> None:
-    """Raise UnsupportedError with everything that the config asks for and this machine cannot do."""
-    degrees = config.parallelism
-    problems = [
-        *profiling_machine_problems(config.profiling, device),
-        *schedule_machine_problems(degrees),
-        *compile_machine_problems(
-            config.compile,
-            config.activation_checkpoint,
-            device,
-            tp=degrees.tensor_parallel_degree,
-            ep=degrees.expert_parallel_degree,
-        ),
-        *async_tensor_machine_problems(degrees, device),
-        *masked_machine_problems(config, get_family(config.model.name), device),
-        *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),
-        *checkpoint_machine_problems(config.checkpoint),
-        *pinning_machine_problems(config.dataloader, config.validation_dataloader, device),
-    ]
-    if problems:
-        raise UnsupportedError(f"this machine ({device.type}) cannot run the config:" + list_offenders(problems))
 
 
 def build_part(job: Job, stage: int) -> Transformer:

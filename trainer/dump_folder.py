@@ -37,6 +37,15 @@ def try_dump_folder(folder: Path) -> None:
                 place.rmdir()
 
 
+def check_config_file(config: Config) -> None:
+    """Raise ConfigError where job.save_config_file is no place for a file."""
+    name, folder = config.job.save_config_file, Path(config.job.dump_folder)
+    if name and not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"job.save_config_file = {name!r} leads out of job.dump_folder = {str(folder)!r}")
+    if name and (folder / name).is_dir():
+        raise ConfigError(f"job.save_config_file = {name!r} cannot be written: it is a folder")
+
+
 def save_config(config: Config) -> None:
     """Write the merged config and its origins as JSON, where job.save_config_file asks for it, replacing the last one.
 
@@ -45,9 +54,8 @@ def save_config(config: Config) -> None:
     name, folder = config.job.save_config_file, Path(config.job.dump_folder)
     if not name:
         return
+    check_config_file(config)
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"job.save_config_file = {name!r} leads out of job.dump_folder = {str(folder)!r}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:

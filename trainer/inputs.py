@@ -1,13 +1,31 @@
-"""Check what a run reads and writes before it starts: dump folder, tokenizer, data, initial checkpoint."""
+"""Check what a run needs before it starts: this machine, its folders, tokenizer, data, checkpoints. Torch-free.
+
+`titan train` makes these checks before any rank starts, `titan config check` makes the same. Ranks repeat those whose
+answer may differ on another machine or change in between.
+"""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from converters.commit import require_space
+from converters.dtypes import itemsize
 from converters.errors import ConfigError, TitanError, list_offenders
+from converters.open import open_checkpoint
 from converters.weights import open_native
-from trainer.checkpoints.problems import initial_path
-from trainer.checkpoints.step_folders import list_steps
+from trainer.checkpoints.problems import bytes_of_state, initial_path, is_saving
+from trainer.checkpoints.recorded import first_recorded
+from trainer.checkpoints.resumable import refuse_not_resumable, refuse_unfit_step
+from trainer.checkpoints.run_lock import refuse_other_run
+from trainer.checkpoints.step_folders import (
+    list_steps,
+    refuse_foreign,
+    size_problem,
+    step_folder,
+    steps_aside,
+    steps_to_load,
+)
 from trainer.chosen_model import (
     chosen_model,
     refuse_other_form,
@@ -15,42 +33,83 @@ from trainer.chosen_model import (
     selected_by_setting,
     tokenizer_folder,
 )
-from trainer.data.datasets import check_dataset
+from trainer.config.sections import Training, Validation
+from trainer.data.datasets import check_dataset, open_dataset, open_mixture
 from trainer.data.document_ends import with_end_token
 from trainer.data.index import HELD_OUT, TRAIN
-from trainer.dump_folder import try_dump_folder
+from trainer.data.kinds import TOKENS
+from trainer.data.samples import SourceSamples, Weighted, refuse_too_few
+from trainer.dump_folder import check_config_file, try_dump_folder
+from trainer.hardware import check_hardware
 from trainer.job import Job
+from trainer.machine import Device
+from trainer.memory_bound import is_in_gpus, too_large_for_host
+from trainer.resume import resumed_job
 
 _DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
+_Check = Callable[[], str | None]  # raises a TitanError, or returns what it could not check
 
 
-def check_inputs(job: Job) -> list[str]:
-    """Raise ConfigError with everything that training would refuse; returns what could not be checked.
+@dataclass(slots=True)
+class Checked:
+    """A run that nothing was found against, but what is listed."""
 
-    A missing file that only a preset or a default names counts as not checked.
+    job: Job  # with what a resumed run keeps of its checkpoint
+    resumes_from: Path | None = None
+    too_large: TitanError | None = None  # for the memory of this machine
+    not_here: list[TitanError] = field(default_factory=list)  # what else this machine lacks
+    open_points: list[str] = field(default_factory=list)  # what could not be checked
+
+
+def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) -> Checked:
+    """Raise what training would refuse: one error, or a ConfigError that lists them. Leaves nothing behind.
+
+    `device`: of this machine's ranks; None if it is not known without torch, which is then not installed.
+    `has_all_files`: otherwise a missing file that only a preset or a default names counts as not checked.
     """
     refused: dict[str, TitanError] = {}
+    checked = Checked(job)
     open_points: dict[str, None] = {}
     for keys, check in _checks(job):
         try:
             if left_open := check():
                 open_points[left_open] = None
         except TitanError as error:
-            if any(not job.config.origins.get(key, "preset").startswith("preset") for key in keys):
+            if has_all_files or any(not job.config.origins.get(key, "preset").startswith("preset") for key in keys):
                 refused.setdefault(error.message, error)
             else:
                 open_points[f"{error.message} (named by a default or a preset)"] = None
-    if len(refused) == 1:
-        raise next(iter(refused.values()))
-    if refused:
+    if not refused:  # what a checkpoint is compared with is known to be right
+        try:
+            checked.job, checked.resumes_from = _check_start(job)
+        except TitanError as error:
+            refused[error.message] = error
+    raise_all([*refused.values()])
+    has_gpus = device is not None and device.type == "cuda"
+    if not is_in_gpus(job, has_gpus=has_gpus):
+        checked.too_large = too_large_for_host(job)
+    for check in _machine_checks(job, device):
+        try:
+            if left_open := check():
+                open_points[left_open] = None
+        except TitanError as error:
+            checked.not_here.append(error)
+    checked.open_points = [*open_points]
+    return checked
+
+
+def raise_all(errors: list[TitanError]) -> None:
+    """Raise one error as it is, and several as one."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
         raise ConfigError(
-            f"training would fail, {len(refused)} problems:" + list_offenders([*refused]),
-            tries=list(dict.fromkeys(line for error in refused.values() for line in error.tries)),
+            f"training would fail, {len(errors)} problems:" + list_offenders([error.message for error in errors]),
+            tries=list(dict.fromkeys(line for error in errors for line in error.tries)),
         )
-    return [*open_points]
 
 
-def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None]]]:
+def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], _Check]]:
     """Checks, each with the config keys that it depends on."""
     config = job.config
     training, validation = config.training, config.validation
@@ -67,7 +126,7 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None
         )
 
     yield ("training.document_mask",), lambda: _check_end_token(job)
-    yield ("job.dump_folder",), lambda: try_dump_folder(Path(config.job.dump_folder))
+    yield ("job.dump_folder",), lambda: _check_folders(job)
     yield ("model.hf_assets_path",), lambda: _check_tokenizer(job)
     for section, settings in (("training", training), ("validation", validation)):
         if section == "validation" and not validation.enable:
@@ -77,7 +136,41 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None
         )
         for path in dict(settings.dataset_mix) or (settings.dataset_path,):
             yield keys, partial(check_data, settings.dataset, path, section)
-    yield ("checkpoint.initial_load_path",), lambda: _check_initial(job)
+        if settings.dataset == TOKENS:
+            yield keys, partial(_check_samples, job, settings)
+
+
+def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
+    """What depends on this machine: another one may run the job."""
+    config = job.config
+
+    def disk() -> None:
+        num_bytes = bytes_of_state(job.num_parameters, itemsize(config.training.dtype))
+        require_space(Path(config.job.dump_folder) / config.checkpoint.folder, num_bytes)
+
+    def hardware() -> str:
+        try:
+            if device is not None:
+                check_hardware(config, device)
+                return ""
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+        return "this machine's GPUs and compiler: torch is not installed"
+
+    if is_saving(config.checkpoint):
+        yield disk
+    yield hardware
+
+
+def _check_folders(job: Job) -> None:
+    config = job.config
+    dump_folder = Path(config.job.dump_folder)
+    try_dump_folder(dump_folder)
+    check_config_file(config)
+    if is_saving(config.checkpoint):
+        refuse_foreign(dump_folder / config.checkpoint.folder)
+        refuse_other_run(dump_folder / config.checkpoint.folder)
 
 
 def _check_tokenizer(job: Job) -> None:
@@ -88,13 +181,50 @@ def _check_end_token(job: Job) -> None:
     with_end_token(job.documents, tokenizer_folder(job.config.model, job.config.training))
 
 
-def _check_initial(job: Job) -> None:
-    config = job.config
-    path = initial_path(config.checkpoint, config.model)
-    own = Path(config.job.dump_folder) / config.checkpoint.folder
-    if path and not list_steps(own):
-        wanted = chosen_model(job)
-        select = config.checkpoint.initial_load_select
-        with selected_by_setting(), open_native(path, select=select, otherwise=wanted) as weights:
-            refuse_other_model(weights.info, wanted, path)
-            refuse_other_form(weights, path, config.checkpoint)
+def _check_samples(job: Job, settings: Training | Validation) -> None:
+    """The sources of a mixture together, and the number of samples; packing them takes too long."""
+    config, vocab_size, is_training = job.config, job.args.vocab_size, settings is job.config.training
+    if settings.dataset_mix:
+        sources = open_mixture(settings.dataset, settings.dataset_mix, vocab_size=vocab_size)
+    else:
+        path = settings.dataset_path
+        sources = [Weighted(str(path), open_dataset(settings.dataset, path, vocab_size=vocab_size), 1.0)]
+    if job.documents.packing == "best_fit":
+        return
+    batch_size = job.samples_per_step if is_training else config.validation.local_batch_size * job.dims.batch
+    for source in sources:
+        samples = SourceSamples(
+            source.source,
+            TRAIN if is_training else HELD_OUT,
+            seq_len=settings.seq_len,
+            seed=job.seed,
+            documents=with_end_token(job.documents, tokenizer_folder(config.model, config.training)),
+        )
+        refuse_too_few(samples, 1 if is_training and settings.dataset_mix else batch_size)
+
+
+def _check_start(job: Job) -> tuple[Job, Path | None]:
+    """What the run goes on from: the job with what it keeps, and the checkpoint; None if the run is new."""
+    config, settings = job.config, job.config.checkpoint
+    folder, initial = Path(config.job.dump_folder) / settings.folder, initial_path(settings, config.model)
+    if settings.enable and steps_aside(folder):  # of a killed save, which the run puts back first
+        return job, None
+    steps = steps_to_load(folder, list_steps(folder), settings.load_step) if settings.enable else []
+    if not steps and not initial:
+        return job, None
+    wanted, excluded = chosen_model(job), settings.exclude_from_loading
+    whole = [path for path in (step_folder(folder, step) for step in steps) if not size_problem(path)]
+    if whole:
+        refuse_unfit_step(whole[0], wanted, excluded=excluded)
+    elif initial and not steps:
+        select = settings.initial_load_select
+        with selected_by_setting(), open_native(initial, select=select, otherwise=wanted) as weights:
+            refuse_other_model(weights.info, wanted, initial)
+            if settings.initial_load_model_only:
+                refuse_other_form(weights, initial, settings)
+            else:
+                refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
+                whole = [initial]
+    if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
+        job = resumed_job(job, recorded, say=lambda line: None)
+    return job, whole[0] if whole else None

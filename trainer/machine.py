@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from converters.errors import ConfigError
 from converters.sizes import format_bytes
@@ -21,6 +22,20 @@ _FILES: dict[str, tuple[Path, str, str, tuple[str, ...]]] = {
         ("total_inactive_file", "total_active_file"),
     ),
 }
+
+
+class Device(Protocol):
+    """Where ranks compute, as far as checks of a config ask: a torch.device, or HOST_CPU, which needs no torch."""
+
+    @property
+    def type(self) -> str: ...
+
+
+class _HostCpu:
+    type = "cpu"
+
+
+HOST_CPU: Device = _HostCpu()
 
 
 def machine_identity() -> tuple[str, str, str]:

@@ -5,7 +5,7 @@ checkpoint (`train_state.settings`) and compared.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,24 +77,24 @@ def as_text(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def resumed_job(job: Job, recorded: Recorded) -> Job:
+def resumed_job(job: Job, recorded: Recorded, *, say: Callable[[str], None] = note) -> Job:
     """The job with the checkpoint's global batch and number of streams where the config does not set them.
 
-    Raises ConfigError where the ranks cannot divide them, and for another kind of optimizer.
+    `say` gets a line for each. Raises ConfigError if the ranks cannot divide them, and for another kind of optimizer.
     """
     _refuse_other_optimizer(job.config, recorded)
     training = job.config.training
     batch, num_streams = recorded.settings.get(BATCH), recorded.settings.get(NUM_STREAMS)
     if training.global_batch_size == -1:
         if batch is None and recorded.is_partial:
-            note(
+            say(
                 f"{recorded.path} does not say how many samples its steps had; they have {job.samples_per_step} now:"
                 " training.global_batch_size sets the number"
             )
         elif batch not in (None, job.samples_per_step):
-            job = _with_batch(job, batch, recorded)
+            job = _with_batch(job, batch, recorded, say)
     if num_streams and streams_of(training, job.dims.batch) and training.dataset_streams is None:
-        job = _with_streams(job, num_streams, recorded)
+        job = _with_streams(job, num_streams, recorded, say)
     return job
 
 
@@ -119,7 +119,7 @@ def refuse_other_job(job: Job, built: Job, path: Path) -> None:
         )
 
 
-def _with_batch(job: Job, batch: int, recorded: Recorded) -> Job:
+def _with_batch(job: Job, batch: int, recorded: Recorded, say: Callable[[str], None]) -> Job:
     local, degree = job.config.training.local_batch_size, job.dims.batch
     if batch % (local * degree):
         tries = [
@@ -134,7 +134,7 @@ def _with_batch(job: Job, batch: int, recorded: Recorded) -> Job:
             tries=tries,
         )
     kept = _replaced(job, replace(job.config.training, global_batch_size=batch))
-    note(
+    say(
         f"{BATCH} = {batch} is kept from {recorded.path.name}: {kept.num_accumulated} forward and backward passes per"
         f" step, of {local} samples on each of {degree} data-parallel rank{'s' if degree > 1 else ''}"
     )
@@ -149,7 +149,7 @@ def _local_batch(job: Job, batch: int) -> int | None:
     return None if rest else max((size for size in sizes if per_rank % size == 0), default=None)
 
 
-def _with_streams(job: Job, num_streams: int, recorded: Recorded) -> Job:
+def _with_streams(job: Job, num_streams: int, recorded: Recorded, say: Callable[[str], None]) -> Job:
     degree = job.dims.batch
     if num_streams % degree:
         raise ConfigError(
@@ -158,7 +158,7 @@ def _with_streams(job: Job, num_streams: int, recorded: Recorded) -> Job:
             hint="each stream has its own part of the text and its own position, so their number cannot change",
             tries=[f"{RESTART_DATA}, to start the data from the beginning"],
         )
-    note(f"{NUM_STREAMS} = {num_streams} is kept from {recorded.path.name}")
+    say(f"{NUM_STREAMS} = {num_streams} is kept from {recorded.path.name}")
     return _replaced(job, replace(job.config.training, dataset_streams=num_streams))
 
 

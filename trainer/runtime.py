@@ -18,6 +18,11 @@ def set_determinism(debug: Debug) -> None:
         torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
 
 
+def device_name(device: torch.device) -> str:
+    """What a rank computes on, for people."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
+
+
 def cores_per_rank() -> int:
     """How many threads of this rank can work at once while the other ranks of this machine do the same."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,7 +1,7 @@
 """The training loop: build, load, train, save. Read this first."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +27,12 @@ from trainer.config.sections import Checkpoint, Config
 from trainer.data.document_ends import with_end_token
 from trainer.data.training_data import text_preparation, train_loader
 from trainer.dump_folder import make_dump_folder, save_config
+from trainer.inputs import check_run, raise_all
 from trainer.job import Job, resolve_job
 from trainer.memory_bound import require_on_ranks
 from trainer.mesh import make_meshes
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
-from trainer.observability.log import note
+from trainer.observability.log import note, phase
 from trainer.observability.profiling import PhaseNames, profiled
 from trainer.observability.report import Report
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
@@ -41,7 +42,8 @@ from trainer.parallel.cpu_products import fp32_products, multiplies
 from trainer.parallel.float8 import float8_notes, is_float8
 from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
 from trainer.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
-from trainer.runtime import GarbageCollection, set_determinism
+from trainer.run_header import header_lines
+from trainer.runtime import GarbageCollection, device_name, set_determinism
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
@@ -57,21 +59,34 @@ def main(config: Config, *, ignore_memory: bool = False, tell_launcher: Callable
     stop = StopRequest(tell_launcher=tell_launcher)
     stop.listen()
     FlightRecorder.of(config.comm, Path(config.job.dump_folder)).switch_on()
-    ranks = join_ranks(
-        init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
-    )
+    with phase("waiting for all ranks"):
+        ranks = join_ranks(
+            init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
+        )
     job = resolve_job(config, dist.get_world_size(), option="--nproc")
+    if not tell_launcher:  # else it has checked and described the run before this rank started
+        for line in on_first(ranks.agreement, lambda: described(job, ranks.device)):
+            note(line)
     if not ignore_memory:
         require_on_ranks(job, ranks)
     train(job, ranks, stop)
     leave_ranks()
 
 
+def described(job: Job, device: torch.device) -> list[str]:
+    """The first lines of the run. Raises what can be refused before anything is built."""
+    checked = check_run(job, device)
+    raise_all(checked.not_here)
+    return header_lines(checked, device=device_name(device))
+
+
 def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
     """The whole run on joined ranks, under the lock of its checkpoint folder."""
     config = job.config
     set_determinism(config.debug)
-    announce(config)
+    if config.job.print_config:
+        for key, setting in origins(config).items():
+            note(f"  {key} = {setting.value!r}  ({setting.origin})")
     settings, dump_folder = config.checkpoint, Path(config.job.dump_folder)
     on_first(ranks.agreement, lambda: make_dump_folder(dump_folder))
     on_first(ranks.agreement, lambda: save_config(config))
@@ -111,7 +126,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
             note(text)
     meshes = make_meshes(job.dims, ranks.device.type)
     timeouts = Timeouts(meshes, config.comm)
-    model = build(job, meshes, ranks.device)
+    with phase("building the model"):
+        model = build(job, meshes, ranks.device)
     widen_attention_on_cpu(model.parts, ranks.device)
     if not multiplies(getattr(torch, training.mixed_precision_param), ranks.device):
         note(f"this CPU has no {training.mixed_precision_param} products: they are computed in fp32 and rounded")
@@ -120,7 +136,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
     preparation = text_preparation(config.model, training, dump_folder, ranks.agreement)
-    loader = train_loader(job, meshes, preparation, group=ranks.agreement)
+    with phase("opening the data"):
+        loader = train_loader(job, meshes, preparation, group=ranks.agreement)
     validator = None
     if config.validation.enable:
         pin_memory = config.validation_dataloader.pin_memory
@@ -138,7 +155,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
 
     # Load
     exports = Exports(dump_folder, settings, info, group=ranks.agreement)
-    loaded = load(config.checkpoint, initial, job.seed, state, checkpoints)
+    with phase("reading the checkpoint" if recorded or initial else "drawing the initial weights"):
+        loaded = load(config.checkpoint, initial, job.seed, state, checkpoints)
     if (
         recorded
         and loaded
@@ -163,6 +181,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(loader)
+    first_step = phase("compiling, in the first step" if config.compile.enable else "running the first step")
     with (
         GarbageCollection(training.gc_freq, debug=training.gc_debug) as garbage,
         profiled(config.profiling, dump_folder, rank=dist.get_rank(), num_done=num_done) as profiler,
@@ -170,7 +189,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         while progress.step < training.steps:
             with report.fetching():
                 samples = next(batches)
-            result = train_step.run(samples, optimizer)
+            with first_step if progress.step == num_done else nullcontext():
+                result = train_step.run(samples, optimizer)
             if result.is_finite:
                 progress.ntokens_seen += result.num_valid_tokens
             else:
@@ -202,15 +222,6 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
                     stop.report_step()
     checkpoints.finish()
     exports.make(step_folder(checkpoints.folder, progress.step), is_new=progress.step > num_done)
-
-
-def announce(config: Config) -> None:
-    """Print what runs on how many ranks, and the settings if requested."""
-    ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
-    note(f"{config.job.description}: {config.model.name} {config.model.flavor} on {ranks}")
-    if config.job.print_config:
-        for key, setting in origins(config).items():
-            note(f"  {key} = {setting.value!r}  ({setting.origin})")
 
 
 def load(

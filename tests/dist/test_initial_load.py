@@ -19,8 +19,9 @@ from tests.dist.test_stock_training import adamw, hf_model, native, renamed, ste
 from tests.fp8_folders import write_fp8
 from tests.tiny_infer import CPU, complete
 from titan_tools.infer.model.load import load_model
-from trainer.inputs import check_inputs
+from trainer.inputs import check_run
 from trainer.job import resolve_job
+from trainer.machine import HOST_CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock DCP, in this process
 FLAVOR = "debug_gqa"
@@ -139,7 +140,7 @@ def test_of_several_models_the_selected_one_is_trained_and_read(pools, data, for
     config, (output,) = begin(None)
     assert output.startswith(f"SeveralModels: {path} holds 2 models:")
     with pytest.raises(SeveralModels) as error:
-        check_inputs(resolve_job(runs.replace(config, origins={"checkpoint.initial_load_path": "the test"}), 1))
+        check_run(resolve_job(runs.replace(config, origins={"checkpoint.initial_load_path": "the test"}), 1), HOST_CPU)
     tries = [f"--checkpoint.initial_load_select {name}" for name in ("policy.model", "ema")]
     assert sorted(error.value.tries) == sorted(tries)
 

@@ -108,7 +108,7 @@ def test_run_train_trains_on_as_many_ranks_as_asked_for(run, data, tmp_path):
     steps = [*few_steps(data, tmp_path / "run"), "--experimental.custom_import=probe.py"]
     done = run(RUN_TRAIN, *steps, CONFIG_FILE="./mine.toml", NGPU="2", LOG_RANK="0,1")
     assert done.returncode == 0, done.stderr
-    assert "llama3 debug_gqa on 2 ranks" in done.stderr
+    assert "model        llama3 debug_gqa, 1,311,872 parameters\nmesh         2 ranks on the CPU" in done.stderr
     lines = [line.split()[:4] for line in done.stdout.splitlines()]
     assert sorted(lines) == [["[rank", f"{rank}]", "step", step] for rank in (0, 1) for step in "123"]
     assert len(read_losses(tmp_path / "run")) == 3  # by rank 0 alone
@@ -144,7 +144,7 @@ def slurm_of(tmp_path: Path, **more: str) -> dict[str, str]:
 def test_a_slurm_job_trains_with_a_rank_for_each_task(run, data, tmp_path):
     done = run(SLURM, "debug", *few_steps(data, tmp_path / "run"), **slurm_of(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "on 2 ranks" in done.stderr and len(read_losses(tmp_path / "run")) == 3
+    assert done.stderr.count("mesh         2 ranks on the CPU") == 1 and len(read_losses(tmp_path / "run")) == 3
     assert not (tmp_path / "requeued").exists()
 
 

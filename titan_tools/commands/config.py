@@ -62,8 +62,9 @@ def check(
 ) -> None:
     """Check a config as training does: keys, values, model, and the layout on the given ranks. Exit code 0 or 2.
 
-    The paths that training uses are checked too: dump folder, tokenizer, data and initial checkpoint. If a path of a
-    preset or a default does not exist yet, a note says so; another says if the job cannot fit in this machine's memory.
+    What training uses is checked too: dump folder, tokenizer, data, the checkpoint that it resumes or starts from. If a
+    path of a preset or a default does not exist yet, a note says so; others say if this machine's memory, disk or
+    hardware cannot run the job.
 
     \b
     Examples:
@@ -71,32 +72,36 @@ def check(
       titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
     """
     from titan_tools.console import count, note, print_json
-    from titan_tools.launch import count_gpus
+    from titan_tools.launch import find_device
     from trainer.config.load import load_config
     from trainer.config.show import unread
-    from trainer.inputs import check_inputs
+    from trainer.inputs import check_run
     from trainer.job import resolve_job
-    from trainer.memory_bound import is_in_gpus, state_bytes, too_large_for_host
+    from trainer.memory_bound import state_bytes
 
     check_words(context, config)
     loaded = load_config(config, context.args)
     job = resolve_job(loaded, world_size)
-    dims, open_points = job.dims, check_inputs(job)
+    dims, checked = job.dims, check_run(job, find_device(), has_all_files=False)
     of_ranks = state_bytes(job, range(dims.world_size))
-    too_large = None if is_in_gpus(job, has_gpus=count_gpus() > 0) else too_large_for_host(job)
+    not_here = [error.message for error in (checked.too_large, *checked.not_here) if error]
     if as_json:
         found = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
-        memory = {"least_bytes_of_rank": max(of_ranks), "least_bytes": sum(of_ranks), "fits_here": too_large is None}
-        print_json(found | {"not_checked": open_points, "memory": memory})
+        memory = {
+            "least_bytes_of_rank": max(of_ranks),
+            "least_bytes": sum(of_ranks),
+            "fits_here": checked.too_large is None,
+        }
+        print_json(found | {"not_checked": checked.open_points, "memory": memory, "not_here": not_here})
         return
     print(f"{config}: fine on {count(dims.world_size, 'rank')} ({dims})")
     if dims.ep > 1:
         note(f"experts: {dims.of_experts}")
-    if too_large:
-        note(f"WARNING: not on this machine alone: {too_large.message}")
+    for line in not_here:
+        note(f"WARNING: not on this machine alone: {line}")
     for line in unread(loaded):
         note(f"not read: {line}")
-    for line in open_points:
+    for line in checked.open_points:
         note(f"not checked: {line}")
 
 

@@ -1,5 +1,7 @@
 """`titan train`: start the ranks of a job, or run one of them."""
 
+import os
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -54,25 +56,16 @@ def train(
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.errors import ConfigError
-    from titan_tools.launch import (
-        count_gpus,
-        inside_launch,
-        rank_errors,
-        report_step_done,
-        run_ranks,
-        started_by_titan,
-    )
+    from titan_tools.console import count, note
+    from titan_tools.launch import inside_launch, rank_errors, report_step_done, started_by_titan
     from titan_tools.memory.allocator_settings import choose_allocator
-    from trainer.checkpoints.problems import is_saving
     from trainer.config.load import load_config
-    from trainer.job import required_world_size, resolve_job
-    from trainer.memory_bound import is_in_gpus, too_large_for_host
-    from trainer.observability.log import shown_ranks
-    from trainer.signals import interrupt_answer
+    from trainer.observability.log import phase, shown_ranks
 
     choose_allocator()  # before custom_import, which may load torch
     check_words(context, config)
-    settings = load_config(config, context.args)
+    with nullcontext() if started_by_titan() else phase(f"reading {config}"):
+        settings = load_config(config, context.args)
     if dry_run:
         from titan_tools.dry_run_page import dry_run_from_command_line
 
@@ -80,13 +73,25 @@ def train(
         return
     if world_size is not None or rank or as_json:
         raise ConfigError("--world-size, --rank and --json belong to --dry-run", tries=["--dry-run", "--nproc N"])
-    if inside_launch():
+    is_launched = inside_launch()
+    if os.environ.get("RANK", "0") == "0" and not started_by_titan():
+        note(f"titan train {config}: {settings.job.description}")
+    if is_launched:
         with rank_errors(less_memory=[f"titan estimate-memory {config} shows what takes the memory"]):
             from trainer.train import main
 
             main(settings, ignore_memory=ignore_memory, tell_launcher=report_step_done if started_by_titan() else None)
         return
-    num_gpus = count_gpus()
+
+    from titan_tools.launch import count_gpus, find_device, gpu_name, run_ranks
+    from trainer.checkpoints.problems import is_saving
+    from trainer.inputs import check_run, raise_all
+    from trainer.job import required_world_size, resolve_job
+    from trainer.run_header import header_lines
+    from trainer.signals import interrupt_answer
+
+    with phase("importing torch, to count GPUs"):
+        device, num_gpus = find_device(), count_gpus()
     num_ranks = nproc or max(num_gpus, required_world_size(settings.parallelism))
     if num_ranks > num_gpus > 0:
         raise ConfigError(
@@ -97,11 +102,15 @@ def train(
                 "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU",
             ],
         )
-    job = resolve_job(settings, num_ranks, option="--nproc")  # layout problems are errors before ranks start
-    in_gpus = is_in_gpus(job, has_gpus=num_gpus > 0)  # each rank looks at its own
-    if not ignore_memory and not in_gpus and (error := too_large_for_host(job)):
-        raise error
-    shown_ranks(num_ranks)  # so is an invalid LOG_RANK
+    # Everything that can be refused without a rank is refused here
+    job = resolve_job(settings, num_ranks, option="--nproc")
+    shown_ranks(num_ranks)
+    with phase("checking the config, the data and checkpoints"):
+        checked = check_run(job, device)
+    raise_all([error for error in (None if ignore_memory else checked.too_large, *checked.not_here) if error])
+    for line in header_lines(checked, device=gpu_name() if num_gpus else "the CPU"):
+        note(line)
+    note(f"starting {count(num_ranks, 'rank')} …")
     passed = ["--ignore-memory"] if ignore_memory else []
     answer = interrupt_answer(saves=is_saving(settings.checkpoint))
     exit_code = run_ranks(["train", config, *passed, *context.args], nproc=num_ranks, interrupt_answer=answer)

@@ -23,13 +23,21 @@ from converters.model_info import ModelInfo
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
-from trainer.checkpoints.load import DamagedFiles, load_state, load_weights, not_carried, refuse_other_weights
-from trainer.checkpoints.problems import idle_dropout, idle_export_dtype
+from trainer.checkpoints.load import DamagedFiles, load_state, load_weights, not_carried
+from trainer.checkpoints.problems import bytes_of_state, idle_dropout, idle_export_dtype
 from trainer.checkpoints.recorded import Recorded, first_recorded
+from trainer.checkpoints.resumable import refuse_other_weights
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import RunState
 from trainer.checkpoints.shared_folder import require_seen
-from trainer.checkpoints.step_folders import list_steps, refuse_foreign, size_problem, step_folder, sweep
+from trainer.checkpoints.step_folders import (
+    list_steps,
+    refuse_foreign,
+    size_problem,
+    step_folder,
+    steps_to_load,
+    sweep,
+)
 from trainer.checkpoints.write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
 from trainer.mesh import local_part
@@ -73,7 +81,7 @@ class Checkpoints:
 
         steps = on_first(self._group, self._look)
         problems = []
-        for step in self._candidates(steps):
+        for step in steps_to_load(self.folder, steps, self._settings.load_step):
             path = step_folder(self.folder, step)
             problem = self._load_unless_damaged(path, state)
             if not problem:
@@ -100,7 +108,7 @@ class Checkpoints:
         settings = self._settings
 
         def find() -> list[Path]:
-            steps = self._candidates(self._look()) if settings.enable else []
+            steps = steps_to_load(self.folder, self._look(), settings.load_step) if settings.enable else []
             if not steps and initial and not settings.initial_load_model_only:
                 return [initial]
             return [path for path in (step_folder(self.folder, step) for step in steps) if not size_problem(path)]
@@ -118,16 +126,6 @@ class Checkpoints:
         if not self._settings.load_only:  # another run may be saving to a folder that is only loaded from
             sweep(self.folder)
         return list_steps(self.folder)
-
-    def _candidates(self, steps: list[int]) -> list[int]:
-        """The steps that may be loaded: `load_step` alone, if it is set."""
-        wanted = self._settings.load_step
-        if wanted == -1:
-            return steps
-        if wanted not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"{self.folder} has no step {wanted} to load", hint=f"steps there: {there}")
-        return [wanted]
 
     def _load_unless_damaged(self, path: Path, state: RunState) -> str:
         """Load a step. Where its files do not match the manifest, nothing is changed, and what is wrong is returned."""
@@ -241,7 +239,11 @@ class Checkpoints:
         """Approximate size of a checkpoint: the weights and their two moments."""
         width = next(iter(model.named_parameters().values())).itemsize
         num_parameters = get_family(self._info.family).num_parameters(self._info.args)
-        return num_parameters * (itemsize(self._settings.export_dtype) if model_only else 3 * width)
+        return (
+            num_parameters * itemsize(self._settings.export_dtype)
+            if model_only
+            else bytes_of_state(num_parameters, width)
+        )
 
     def _is_committed(self, step: int) -> None:
         self._damaged.discard(step)

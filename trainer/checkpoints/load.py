@@ -20,14 +20,11 @@ from converters.catalog import Box, Catalog, TensorInfo, TensorSource
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.families.registry import get_family
 from converters.manifest import Manifest, changed_since, check_files, check_sizes
 from converters.model_info import ModelInfo, describes_model, read_model_info
 from converters.names import (
-    DATALOADER,
     OPTIMIZER,
     RNG,
-    SECTIONS,
     TIKTOKEN_MODEL,
     TOKENIZER_JSON,
     TRAIN_STATE,
@@ -37,12 +34,13 @@ from converters.open import open_checkpoint
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizes_differently
 from converters.trained_by import foreign_remark
 from converters.training.optimizer_state import is_number
-from converters.weights import naming_of, open_native
+from converters.weights import open_native
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.recorded import SETTINGS
+from trainer.checkpoints.resumable import refuse_not_resumable
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_form, refuse_other_model, selected_by_setting
 from trainer.config.sections import Checkpoint
@@ -52,7 +50,6 @@ from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
 _OPTIONAL = (f"{TRAIN_STATE}.wandb_run_id", SETTINGS)  # of runs that log to Weights & Biases; not in titan's first ones
-_RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 _DATA_SUFFIX = ".distcp"
 _MEMORY_SHARE = 0.8  # of a node's available memory that copies of its ranks' parts may take
 T = TypeVar("T")
@@ -91,7 +88,7 @@ def load_state(
     _refuse_damaged_items(catalog, manifest, group)
     for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
         note(f"{path}: {text}")
-    _refuse_not_resumable(catalog, path, info=info, excluded=excluded)
+    refuse_not_resumable(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
     refuse_other_model(found, info, path)
     wanted: dict[str, Any] = dict(state.model.state_dict())
@@ -143,12 +140,6 @@ def load_weights(
         return weights.info
 
 
-def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:
-    """Raise CheckpointError where the weights of a checkpoint are those of another model."""
-    with selected_by_setting(), open_native(path, select=select, otherwise=info) as weights:
-        refuse_other_model(weights.info, info, path)
-
-
 def _manifest_of(path: Path, group: dist.ProcessGroup) -> Manifest:
     """The manifest; an empty one where there is none, as in other tools' checkpoints."""
     manifest = on_first(group, lambda: check_sizes(path) if path.is_dir() else None)
@@ -186,43 +177,6 @@ def _refuse_damaged_items(catalog: Catalog, manifest: Manifest, group: dist.Proc
 
     if problems := [p for share in on_each(group, check_share) for p in share]:
         raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
-
-
-def _refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
-    """Raise CheckpointError where this kind of checkpoint cannot provide a section that is not excluded."""
-    if catalog.container != "dcp":
-        raise CheckpointError(
-            f"{path} holds only weights ({catalog.container}); initial_load_model_only = false needs the whole state",
-            tries=["--checkpoint.initial_load_model_only"],
-        )
-    naming = naming_of(catalog, get_family(info.family))
-    selected = f" --select {catalog.selected}" if catalog.selected else ""
-    if any(rule.foreign != rule.native for rule in naming.rules):
-        raise CheckpointError(
-            f"{path} has {naming.name} names for weights and optimizer; a run resumes from native names",
-            tries=[
-                f"titan reshard {path} NATIVE_CHECKPOINT{selected}, which renames both",
-                "--checkpoint.initial_load_model_only",
-            ],
-        )
-    asked = [section for section in SECTIONS if section not in excluded and section != RNG]
-    if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
-        raise CheckpointError(
-            f"{path} holds only weights, so a run cannot resume from it: no {', '.join(asked)}",
-            hint="checkpoint.last_save_model_only = true saves the last step so; a finished run cannot resume",
-            tries=[
-                "--checkpoint.load_step EARLIER, to resume from an earlier step",
-                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start a run with its weights",
-            ],
-        )
-    num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.blobs)
-    if num_ranks and DATALOADER not in excluded:
-        raise CheckpointError(
-            f"{path} has torchtitan's data position: a pickle for each of {num_ranks} data-parallel ranks, which titan "
-            "does not execute, and which does not apply to titan's data",
-            hint="everything else can be resumed; the data then starts from the beginning",
-            tries=[f"--checkpoint.exclude_from_loading {','.join((*excluded, DATALOADER))}"],
-        )
 
 
 def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> dict[str, Any]:

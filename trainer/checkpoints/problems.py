@@ -24,6 +24,11 @@ def initial_path(settings: Checkpoint, model: Model) -> Path | None:
     return find_local(model.hf_assets_path) if settings.initial_load_in_hf else None
 
 
+def bytes_of_state(num_parameters: int, width: int) -> int:
+    """Approximate size of a checkpoint: the weights and their two moments, of `width` bytes a value."""
+    return 3 * width * num_parameters
+
+
 def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:
     """Checkpoint settings that contradict each other, each with settings that work."""
     exports = [f"checkpoint.{key}" for key in _EXPORTS if getattr(settings, key)]

@@ -42,6 +42,13 @@ def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
         yield
 
 
+def refuse_other_run(folder: Path) -> None:
+    """Raise CheckpointError, as `only_run` does, while another run holds the lock of a folder. Creates nothing."""
+    if (folder / RUN_LOCK).is_file():
+        with only_run(folder, patience_secs=1):
+            pass
+
+
 def _is_taken(descriptor: int) -> bool:
     """Try to take the lock; True, with a warning, on file systems without locks, as some Lustre mounts."""
     try:

@@ -26,16 +26,26 @@ def list_steps(folder: Path) -> list[int]:
     )
 
 
+def steps_to_load(folder: Path, steps: list[int], wanted: int) -> list[int]:
+    """Those of a folder's steps that may be loaded: `wanted` (checkpoint.load_step) alone, unless it is -1."""
+    if wanted == -1:
+        return steps
+    if wanted not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder} has no step {wanted} to load", hint=f"steps there: {there}")
+    return [wanted]
+
+
 def sweep(folder: Path) -> None:
     """Clean up after killed saves and removals: restore a step that was being replaced, delete the rest."""
     if folder.is_dir():
-        for aside in _steps_aside(folder):
+        for aside in steps_aside(folder):
             step = folder / aside.name.removeprefix(ASIDE_PREFIX)
             shutil.rmtree(aside) if step.exists() else aside.rename(step)
         sweep_staging(folder)
 
 
-def _steps_aside(folder: Path) -> list[Path]:
+def steps_aside(folder: Path) -> list[Path]:
     """Steps that a save was replacing; a kill between its two renames leaves one without its successor."""
     aside = folder.glob(f"{ASIDE_PREFIX}*")
     return [path for path in aside if step_of(path.name.removeprefix(ASIDE_PREFIX)) is not None]
@@ -48,7 +58,7 @@ def refuse_foreign(folder: Path) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
-    if not folder.is_dir() or list_steps(folder) or _steps_aside(folder):
+    if not folder.is_dir() or list_steps(folder) or steps_aside(folder):
         return
     ours = (TEMPORARY_PREFIX, RUN_LOCK)
     found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(ours))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.config.sections import Dataloader
 from trainer.data.sample import IGNORED, Sample
 
 
@@ -39,11 +38,3 @@ def batch_of(samples: Sequence[Sample], *, pin_memory: bool) -> Batch:
     return Batch(
         stacked(tokens, np.int64), stacked(targets, np.int64), stacked(documents, np.int32) if has_documents else None
     )
-
-
-def pinning_machine_problems(training: Dataloader, validation: Dataloader, device: torch.device) -> list[str]:
-    """Pinned memory is for copies to a GPU."""
-    if device.type == "cuda":
-        return []
-    asked = {"training": training.pin_memory, "validation": validation.pin_memory}
-    return [f"{name}.dataloader.pin_memory needs a GPU to copy batches to" for name, is_on in asked.items() if is_on]

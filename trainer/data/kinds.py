@@ -4,7 +4,8 @@ from dataclasses import replace
 from math import ceil
 
 from converters.mesh_shape import MeshShape
-from trainer.config.sections import Training, Validation
+from trainer.config.sections import Dataloader, Training, Validation
+from trainer.machine import Device
 
 TOKENS = "tokens"
 TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")
@@ -41,6 +42,14 @@ def data_problems(training: Training, validation: Validation, dims: MeshShape) -
                 f"validation reads {', '.join(also)}, which is trained on; `titan data prepare` holds out a part of it"
             )
     return problems
+
+
+def pinning_machine_problems(training: Dataloader, validation: Dataloader, device: Device) -> list[str]:
+    """Pinned memory is for copies to a GPU."""
+    if device.type == "cuda":
+        return []
+    asked = {"training": training.pin_memory, "validation": validation.pin_memory}
+    return [f"{name}.dataloader.pin_memory needs a GPU to copy batches to" for name, is_on in asked.items() if is_on]
 
 
 def streams_of(training: Training, dp_degree: int) -> int:

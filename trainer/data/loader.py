@@ -12,7 +12,7 @@ from converters.errors import DataError
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import STATE_VERSION, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules
-from trainer.data.samples import MixedSamples, SourceSamples, TokenSource, Weighted
+from trainer.data.samples import MixedSamples, SourceSamples, TokenSource, Weighted, refuse_too_few
 
 
 class TokenLoader:
@@ -51,11 +51,8 @@ class TokenLoader:
         self._consumed = 0
         self.num_samples = self._samples.num_samples
         self.num_batches = self.num_samples // global_batch_size  # complete ones, in one pass
-        if self.num_batches == 0 and isinstance(self._samples, SourceSamples):
-            raise DataError(
-                f"{self._samples}: too few for one batch of {global_batch_size}",
-                hint="prepare more text, or use a smaller batch or seq_len",
-            )
+        refuse_too_few(self._samples, global_batch_size)
+        self._samples.shuffle()
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the current position; the next one is read in a background thread."""

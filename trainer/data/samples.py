@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,7 +120,15 @@ class SourceSamples:
             assert self._offsets is not None
             self._packs = BestFit(self._offsets, seq_len)
             self.num_samples = len(self._packs)
-        self._order = _shuffled(self.num_samples, seed, number) if self.num_samples else ()
+        self._seed, self._number = seed, number
+
+    @cached_property
+    def _order(self) -> Sequence[int]:
+        return _shuffled(self.num_samples, self._seed, self._number)
+
+    def shuffle(self) -> None:
+        """Make the order now: it takes a second to import Grain."""
+        _ = self._order
 
     def fingerprint_of(self, cut: Cut) -> str:
         """The fingerprint of this source's samples, if they are cut so."""
@@ -157,6 +166,15 @@ class SourceSamples:
         return self._offsets[first:last] - start
 
 
+def refuse_too_few(samples: "SourceSamples | MixedSamples", batch_size: int) -> None:
+    """Raise DataError where a source has not even the samples of one batch. A mixture repeats its sources."""
+    if samples.num_samples < batch_size and isinstance(samples, SourceSamples):
+        raise DataError(
+            f"{samples}: too few for one batch of {batch_size}",
+            hint="prepare more text, or use a smaller batch or seq_len",
+        )
+
+
 class MixedSamples:
     """The samples of several sources, each as often as its weight says."""
 
@@ -189,6 +207,11 @@ class MixedSamples:
 
     def __str__(self) -> str:
         return f"the sources have {self.num_samples} samples"
+
+    def shuffle(self) -> None:
+        """Make the orders of all sources now."""
+        for part in self._parts:
+            part.shuffle()
 
     def at(self, place: int) -> Sample:
         part, place_in_part = place_in_mixture(place, self._shares)

@@ -2,16 +2,39 @@
 
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from converters.errors import ConfigError
+
+SLOW_SECS = 1.0
 
 
 def note(text: str) -> None:
     """Print a line on stderr, from rank 0 only."""
-    import torch.distributed as dist  # here: `titan train` checks LOG_RANK without torch
-
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_first():
         print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def phase(text: str) -> Iterator[None]:
+    """Print what takes so long, from rank 0 only, if the context takes longer than a second."""
+    timer = threading.Timer(SLOW_SECS, note, [f"{text} …"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _is_first() -> bool:
+    """Whether this is rank 0, or no rank. Until ranks have joined, the launcher's RANK counts."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and getattr(dist, "is_initialized", bool)():  # it may be half imported, by another thread
+        return bool(dist.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
 
 
 def shown_ranks(world_size: int) -> frozenset[int]:

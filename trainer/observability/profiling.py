@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.sections import Profiling
+from trainer.machine import Device
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.step import Phase
 
 _MAX_ALLOCATIONS = 100_000  # in a snapshot, the latest ones
@@ -27,7 +26,7 @@ def profiling_problems(settings: Profiling) -> list[str]:
     ]
 
 
-def profiling_machine_problems(settings: Profiling, device: "torch.device") -> list[str]:
+def profiling_machine_problems(settings: Profiling, device: Device) -> list[str]:
     """Memory snapshots are of CUDA's allocator."""
     if not settings.enable_memory_snapshot or device.type == "cuda":
         return []

@@ -9,10 +9,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 from trainer.config.sections import Compile, Parallelism
+from trainer.machine import Device
 from trainer.parallel.compile import compiles
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
 _KEY = "parallelism.enable_async_tensor_parallel"
@@ -36,7 +36,7 @@ def async_tensor_problems(parallelism: Parallelism, compile: Compile, *, tp: int
     return problems
 
 
-def async_tensor_machine_problems(parallelism: Parallelism, device: torch.device) -> list[str]:
+def async_tensor_machine_problems(parallelism: Parallelism, device: Device) -> list[str]:
     """Asynchronous tensor parallelism copies between GPUs."""
     if parallelism.enable_async_tensor_parallel and device.type != "cuda":
         return [f"{_KEY} copies between GPUs, and this device is {device.type}; nearest: false"]

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.sections import ActivationCheckpoint, Compile
+from trainer.machine import Device
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.models.llama3.model import Transformer
 
 
@@ -30,8 +29,11 @@ def compile_problems(settings: Compile, *, schedule: str | None) -> list[str]:
     return []
 
 
+_BACKENDS = ("inductor", "aot_eager", "eager")  # that every torch has
+
+
 def compile_machine_problems(
-    settings: Compile, recompute: ActivationCheckpoint, device: torch.device, *, tp: int, ep: int = 1
+    settings: Compile, recompute: ActivationCheckpoint, device: Device, *, tp: int, ep: int = 1
 ) -> list[str]:
     """An unknown backend, a missing compiler, or a combination that this version of torch compiles wrongly."""
     if not settings.enable or not settings.components:
@@ -39,7 +41,8 @@ def compile_machine_problems(
     import torch
 
     backend = settings.backend
-    if backend not in torch.compiler.list_backends(exclude_tags=None):
+    # Listing them takes seconds
+    if backend not in _BACKENDS and backend not in torch.compiler.list_backends(exclude_tags=None):
         useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for debugging torch
         return [f"compile.backend = {backend!r} is not a backend of this torch; there are {', '.join(sorted(useful))}"]
     problems = []
@@ -67,7 +70,7 @@ def compile_machine_problems(
     return problems
 
 
-def _confuses_saved_tensors(recompute: ActivationCheckpoint, device: torch.device) -> bool:
+def _confuses_saved_tensors(recompute: ActivationCheckpoint, device: Device) -> bool:
     """Whether this torch mixes up the inputs of a compiled backward under tensor parallelism.
 
     torch 2.13 saves a DTensor's mesh as the last input of backward, and then appends a CPU's random state to it.
@@ -96,7 +99,7 @@ def _saves_meshes_and_random_states() -> bool:
     return is_opaque_type(DeviceMesh) and has_recomputable_rng_ops(GraphModule(torch.nn.Module(), graph))
 
 
-def why_inductor_cannot(device: torch.device) -> str | None:
+def why_inductor_cannot(device: Device) -> str | None:
     """Why inductor cannot compile for this device; None if it can."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

@@ -5,6 +5,7 @@ from converters.mesh_shape import MeshShape
 from trainer.config.sections import Config
 from trainer.data.kinds import C4
 from trainer.data.sample import DocumentRules
+from trainer.machine import Device
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 _BLOCK_CAUSAL = "block_causal"
@@ -30,6 +31,24 @@ def needs_masks(family: Family, args: ModelArgs) -> bool:
         isinstance(kind, GroupedQuery) and kind.needs_mask
         for kind in (block.attention for block in family.blocks(args))
     )
+
+
+def masked_machine_problems(config: Config, family: Family, device: Device) -> list[str]:
+    """varlen's kernel is flash attention, which has no fp32; FlexAttention is Triton code."""
+    has_documents = document_rules(config, family).mask != "none"
+    needs_flex = needs_masks(family, family.flavors[config.model.flavor])
+    if device.type != "cuda" or not (has_documents or needs_flex):
+        return []
+    if attention_kernel(config, family) == "varlen":
+        if config.training.mixed_precision_param != "float32":
+            return []
+        return ["attention within documents by varlen computes in bfloat16; nearest: model.attn_type = flex"]
+    from torch.utils._triton import has_triton
+
+    if has_triton():
+        return []
+    nearest = "install triton, which torch's wheels for CUDA require" if needs_flex else "attn_type = varlen"
+    return [f"FlexAttention needs Triton, which is not installed; nearest: {nearest}"]
 
 
 def document_problems(

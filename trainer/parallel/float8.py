@@ -16,11 +16,11 @@ from converters.families.base import ModelArgs, Parameter
 from converters.mesh_shape import MeshShape
 from trainer.config.sections import Float8, Model, Training
 from trainer.loss.registry import CHUNKED
+from trainer.machine import Device
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.ddp import is_ddp
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -147,7 +147,7 @@ def _chunk_problems(
     ]
 
 
-def float8_machine_problems(settings: Float8, device: torch.device) -> list[str]:
+def float8_machine_problems(settings: Float8, device: Device) -> list[str]:
     """A missing torchao, or a device without float8 products."""
     if find_spec("torchao") is None:
         return [f"model.converters has {CONVERTER}, which needs torchao; pip install 'torchao>=0.15'"]
@@ -161,7 +161,7 @@ def float8_machine_problems(settings: Float8, device: torch.device) -> list[str]
         return [f"{wanted}; {nearest}"]
     import torch
 
-    has = torch.cuda.get_device_capability(device)
+    has = torch.cuda.get_device_capability()  # of the current device
     return [] if has >= needed else [f"{wanted}, this one has {has[0]}.{has[1]}; {nearest}"]
 
 

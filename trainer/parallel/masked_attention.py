@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import Family, GroupedQuery
-from trainer.config.sections import Config
+from converters.families.base import GroupedQuery
 from trainer.models.llama3.model import PLAIN
 from trainer.parallel.context import ContextParallelAttention, MaskedAttention
 from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents
-from trainer.parallel.document_mask import attention_kernel, document_rules, needs_masks
 from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
 
 if TYPE_CHECKING:
@@ -123,24 +121,6 @@ def _kind(layer: nn.Module) -> GroupedQuery:
 
 def _of_whole_sequences(attend: MaskedAttention) -> Callable[[Tensor], Any]:
     return lambda documents_BS: attend.make_mask(documents_BS, num_queries=documents_BS.shape[1])
-
-
-def masked_machine_problems(config: Config, family: Family, device: torch.device) -> list[str]:
-    """varlen's kernel is flash attention, which has no fp32; FlexAttention is Triton code."""
-    has_documents = document_rules(config, family).mask != "none"
-    needs_flex = needs_masks(family, family.flavors[config.model.flavor])
-    if device.type != "cuda" or not (has_documents or needs_flex):
-        return []
-    if attention_kernel(config, family) == "varlen":
-        if config.training.mixed_precision_param != "float32":
-            return []
-        return ["attention within documents by varlen computes in bfloat16; nearest: model.attn_type = flex"]
-    from torch.utils._triton import has_triton
-
-    if has_triton():
-        return []
-    nearest = "install triton, which torch's wheels for CUDA require" if needs_flex else "attn_type = varlen"
-    return [f"FlexAttention needs Triton, which is not installed; nearest: {nearest}"]
 
 
 def masked_operations() -> list[Any]:

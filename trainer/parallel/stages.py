@@ -183,11 +183,13 @@ def _reshard_problems(parallelism: Parallelism) -> list[str]:
 
 def schedule_machine_problems(parallelism: Parallelism) -> list[str]:
     """Versions of torch that compute a split backward wrongly."""
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES:
+        return []
     import torch
 
     version: Any = torch.__version__  # a TorchVersion, which compares with tuples
-    schedule = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES or version >= (2, 13):
+    if version >= (2, 13):
         return []
     return [
         f"schedule {schedule} needs torch 2.13, this is {version}: before, gradients of weights of an operation"

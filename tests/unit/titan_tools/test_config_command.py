@@ -118,8 +118,8 @@ def test_check_refuses_an_initial_checkpoint_that_training_refuses(titan, tmp_pa
 
 
 def test_check_lists_what_it_did_not_check(titan, tmp_path):
-    (tmp_path / "a.txt").write_text("Some words of a text. " * 50)
-    assert titan("data", "prepare", "a.txt", "--vocab-size", "270")[0] == 0
+    (tmp_path / "a.txt").write_text("Some words of a text. " * 5000)
+    assert titan("data", "prepare", "a.txt", "--vocab-size", "270", "--held-out", "0.4")[0] == 0
     assert titan("config", "check", "debug")[2] == ""
     code, _, err = titan("config", "check", "debug", "--validation.dataset", "c4_validation", *OWN_TEXT)
     assert code == 0 and err == "not checked: dataset = 'c4_validation' is on the hub, which was not contacted\n"

@@ -6,9 +6,19 @@ import pytest
 from typer.testing import CliRunner
 
 from converters.errors import ConfigError
+from tests.dist.runs import make_data
 from titan_tools import launch
 from titan_tools.cli import app
 from trainer import machine
+
+LARGE = ["train", "llama3_8b", "--checkpoint.no_enable", "--training.seq_len", "256"]  # no disk, little text
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path, monkeypatch):
+    """Prepared data in the working folder, where presets look for it."""
+    monkeypatch.chdir(tmp_path)
+    make_data(tmp_path)
 
 
 @pytest.fixture
@@ -22,7 +32,7 @@ def started(monkeypatch):
 
 
 def _train(*arguments):
-    return CliRunner().invoke(app, ["train", "debug", *arguments])
+    return CliRunner().invoke(app, ["train", "debug", "--validation.no_enable", *arguments])
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "8"], []], ids=["asked for", "what the degrees need"])
@@ -49,20 +59,19 @@ def small(tmp_path, monkeypatch):
 
 def test_a_model_that_cannot_fit_is_refused_before_ranks_start(started, small, monkeypatch):
     monkeypatch.setattr(launch, "count_gpus", lambda: 0)
-    error = CliRunner().invoke(app, ["train", "llama3_8b"]).exception
+    error = CliRunner().invoke(app, LARGE).exception
     assert isinstance(error, ConfigError) and error.exit_code == 2 and started == []
     assert error.message == "training needs at least 119.7 GiB of memory on this machine: 20.0 GiB available"
-    assert CliRunner().invoke(app, ["train", "llama3_8b", "--ignore-memory", "--training.steps", "3"]).exit_code == 0
-    assert started == [(["train", "llama3_8b", "--ignore-memory", "--training.steps", "3"], 1)]
-    fits = ["train", "debug", "--nproc", "8"]
+    assert CliRunner().invoke(app, [*LARGE, "--ignore-memory"]).exit_code == 0
+    assert started == [(["train", "llama3_8b", "--ignore-memory", *LARGE[2:]], 1)]
+    fits = ["train", "debug", "--nproc", "8", "--validation.no_enable"]
     assert CliRunner().invoke(app, fits).exit_code == 0 and len(started) == 2
 
 
 def test_state_that_lies_in_gpus_needs_no_host_memory(started, small):
-    assert CliRunner().invoke(app, ["train", "llama3_8b"]).exit_code == 0
-    assert started == [(["train", "llama3_8b"], 2)]
-    offloaded = ["train", "llama3_8b", "--training.enable_cpu_offload"]
-    assert "119.7 GiB" in CliRunner().invoke(app, offloaded).exception.message
+    assert CliRunner().invoke(app, LARGE).exit_code == 0
+    assert started == [(LARGE, 2)]
+    assert "119.7 GiB" in CliRunner().invoke(app, [*LARGE, "--training.enable_cpu_offload"]).exception.message
 
 
 def test_config_check_says_what_does_not_fit_here(small, monkeypatch):

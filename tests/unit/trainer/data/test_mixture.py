@@ -15,9 +15,8 @@ from converters.errors import ConfigError, DataError
 from converters.mesh_shape import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Dataloader, Training, Validation
-from trainer.data.batch import pinning_machine_problems
 from trainer.data.datasets import open_mixture
-from trainer.data.kinds import data_problems
+from trainer.data.kinds import data_problems, pinning_machine_problems
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 from trainer.data.samples import Weighted, place_in_mixture, whole_shares

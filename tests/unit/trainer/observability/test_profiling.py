@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from converters.errors import ConfigError, UnsupportedError
-from trainer.build import check_hardware
 from trainer.config.sections import Config, Profiling
+from trainer.hardware import check_hardware
 from trainer.job import resolve_job
 from trainer.observability.profiling import profiled
 

@@ -11,8 +11,7 @@ from trainer.config.sections import Config, Model, Parallelism, Training
 from trainer.data.sample import DocumentRules
 from trainer.job import layout_problems, resolve, resolve_job
 from trainer.models import registry
-from trainer.parallel.document_mask import attention_kernel, document_rules
-from trainer.parallel.masked_attention import masked_machine_problems
+from trainer.parallel.document_mask import attention_kernel, document_rules, masked_machine_problems
 
 LLAMA = get_family("llama3")
 FLEX, VARLEN = ("debugmodel_flex_attn", "8B_flex"), ("debugmodel_varlen_attn", "8B_varlen")

@@ -295,7 +295,7 @@ def test_all_problems_are_reported_before_a_build():
     ],
 )
 def test_a_gpu_without_float8_is_reported(monkeypatch, recipe, capability, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     gpu = torch.device("cuda", 0)
     found = float8_machine_problems(Float8(recipe_name=recipe), gpu)
     assert (expected in found[0] and len(found) == 1) if expected else not found

@@ -1,0 +1,66 @@
+"""Checkpoints that a run cannot resume or start from, as far as their small files say. Torch-free."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from converters.catalog import Catalog
+from converters.errors import CheckpointError
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo, describes_model, read_model_info
+from converters.names import DATALOADER, RNG, SECTIONS, section_of
+from converters.open import open_checkpoint
+from converters.weights import naming_of, open_native
+from trainer.chosen_model import refuse_other_model, selected_by_setting
+
+_RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
+
+
+def refuse_unfit_step(path: Path, info: ModelInfo, *, excluded: Collection[str]) -> None:
+    """Raise CheckpointError where a step is of another model, or cannot provide a section that is not excluded."""
+    catalog = open_checkpoint(path)
+    refuse_not_resumable(catalog, path, info=info, excluded=excluded)
+    if describes_model(path):
+        refuse_other_model(read_model_info(path, catalog), info, path)
+
+
+def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:
+    """Raise CheckpointError where the weights of a checkpoint are those of another model."""
+    with selected_by_setting(), open_native(path, select=select, otherwise=info) as weights:
+        refuse_other_model(weights.info, info, path)
+
+
+def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
+    """Raise CheckpointError where this kind of checkpoint cannot provide a section that is not excluded."""
+    if catalog.container != "dcp":
+        raise CheckpointError(
+            f"{path} holds only weights ({catalog.container}); initial_load_model_only = false needs the whole state",
+            tries=["--checkpoint.initial_load_model_only"],
+        )
+    naming = naming_of(catalog, get_family(info.family))
+    selected = f" --select {catalog.selected}" if catalog.selected else ""
+    if any(rule.foreign != rule.native for rule in naming.rules):
+        raise CheckpointError(
+            f"{path} has {naming.name} names for weights and optimizer; a run resumes from native names",
+            tries=[
+                f"titan reshard {path} NATIVE_CHECKPOINT{selected}, which renames both",
+                "--checkpoint.initial_load_model_only",
+            ],
+        )
+    asked = [section for section in SECTIONS if section not in excluded and section != RNG]
+    if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
+        raise CheckpointError(
+            f"{path} holds only weights, so a run cannot resume from it: no {', '.join(asked)}",
+            hint="checkpoint.last_save_model_only = true saves the last step so; a finished run cannot resume",
+            tries=[
+                "--checkpoint.load_step EARLIER, to resume from an earlier step",
+                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start a run with its weights",
+            ],
+        )
+    num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.blobs)
+    if num_ranks and DATALOADER not in excluded:
+        raise CheckpointError(
+            f"{path} has torchtitan's data position: a pickle for each of {num_ranks} data-parallel ranks, which titan "
+            "does not execute, and which does not apply to titan's data",
+            hint="everything else can be resumed; the data then starts from the beginning",
+            tries=[f"--checkpoint.exclude_from_loading {','.join((*excluded, DATALOADER))}"],
+        )
