@@ -25,6 +25,7 @@ from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.config.custom_import import error_of_import, where_to_look
 from trainer.machine import HOST_CPU, Device
+from trainer.observability.status_line import is_possible
 from trainer.rendezvous import launched
 from trainer.signals import die_with_parent, write_at_once
 
@@ -210,6 +211,8 @@ def _forward_signals(agent: Any, *, saves: bool, interrupt_answer: str) -> Itera
     def kill_ranks(number: int, frame: FrameType | None) -> None:
         nonlocal killed
         killed = True
+        if is_possible():  # rank 0 cannot erase its line any more
+            write_at_once("\r\033[2K", end="")
         to_ranks(signal.SIGKILL)
         raise KeyboardInterrupt
 

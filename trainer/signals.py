@@ -66,10 +66,10 @@ def interrupt_answer(*, saves: bool) -> str:
     return f"interrupted: training {then}; a second Ctrl-C ends it at once"
 
 
-def write_at_once(text: str) -> None:
+def write_at_once(text: str, end: str = "\n") -> None:
     """Write a line to standard error; a signal handler may do it, whatever it has interrupted."""
     with suppress(OSError):  # closed
-        os.write(2, f"{text}\n".encode())
+        os.write(2, f"{text}{end}".encode())
 
 
 def die_with_parent(parent: int) -> None:

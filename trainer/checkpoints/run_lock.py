@@ -45,7 +45,7 @@ def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
 def refuse_other_run(folder: Path) -> None:
     """Raise CheckpointError, as `only_run` does, while another run holds the lock of a folder. Creates nothing."""
     if (folder / RUN_LOCK).is_file():
-        with only_run(folder, patience_secs=1):
+        with only_run(folder):
             pass
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from converters.errors import ConfigError
+from trainer.observability.status_line import erase
 
 SLOW_SECS = 1.0
 
@@ -14,6 +15,7 @@ SLOW_SECS = 1.0
 def note(text: str) -> None:
     """Print a line on stderr, from rank 0 only."""
     if _is_first():
+        erase()
         print(text, file=sys.stderr, flush=True)
 
 

@@ -27,6 +27,7 @@ from trainer.observability.sinks import (
     TensorBoardSink,
     open_registered_sinks,
 )
+from trainer.observability.status_line import StepProgress, erase, is_possible
 from trainer.observability.throughput import StepClock, flops_per_token, peak_memory
 from trainer.observability.wandb_sink import WandbSink
 from trainer.optim.expert_balance import ExpertLoad
@@ -49,6 +50,8 @@ class Report:
         self._wandb: WandbSink | None = None
         self._of_one_rank: list[MetricSink] = []  # sinks whose memory is this rank's, not the most of all ranks
         self._sinks = self._open_sinks(job, progress, rank)
+        is_alone = shown_ranks(dist.get_world_size()) == {rank}  # several ranks would replace each other's line
+        self._progress = StepProgress(job.config.training.steps) if is_alone and is_possible() else None
         config = job.config
         self._device, self._num_ranks, self._batch_rank = device, dist.get_world_size(), batch_rank
         self._every, self._num_steps = config.metrics.log_freq, config.training.steps
@@ -99,6 +102,8 @@ class Report:
     def step(self, progress: Progress, result: StepResult, *, lr: float) -> None:
         """Count a step; log it if it is the first, the last, or one of every `metrics.log_freq`."""
         self._clock.count_step(self._tokens_per_step)
+        if self._progress and progress.step < self._num_steps:
+            self._progress.update(progress.step)
         if progress.step % self._every and progress.step not in (1, self._num_steps):
             return
         speed, memory = self._clock.read(), peak_memory(self._device)
@@ -160,6 +165,7 @@ class Report:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         """Close the sinks, also after an error: then a rank ends without Python's exit handlers, such as wandb's."""
+        erase()
         if self._wandb and error is not None:
             self._wandb.end_early(failed=not isinstance(error, Preempted))
         for sink in self._sinks:

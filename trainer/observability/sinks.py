@@ -13,6 +13,7 @@ from converters.extensions import check_attributes, check_call
 from converters.names import RESUMED_FROM
 from trainer.config.custom_import import error_of_import
 from trainer.observability.log import note
+from trainer.observability.status_line import clock_text, erase
 from trainer.observability.tags import torchtitan_tags
 
 
@@ -107,6 +108,8 @@ class ConsoleSink:
             secs_per_step = self._tokens_per_step / metrics["tokens_per_sec"]
             line = step_line(step, metrics, eta_secs=secs_per_step * (self._num_steps - step))
         line = self._prefix + line
+        if sys.stdout.isatty():
+            erase()
         # one write: lines of several ranks share the console
         print(f"\033[36m{line}\033[0m\n" if self._color else f"{line}\n", end="", flush=True)
 
@@ -192,7 +195,7 @@ def step_line(step: int, metrics: Mapping[str, float], *, eta_secs: float) -> st
         parts.append(f"expert load {metrics['expert_load']:.2f}, {metrics['dead_experts']:.0f} dead")
     if metrics["skipped_steps"]:
         parts.append(f"skipped {metrics['skipped_steps']}")
-    parts.append(f"ETA {_clock(eta_secs)}")
+    parts.append(f"ETA {clock_text(eta_secs)}")
     return "  ".join(parts)
 
 
@@ -203,9 +206,3 @@ def validation_line(step: int, metrics: Mapping[str, float]) -> str:
     if "validation_unigram_entropy" in metrics:
         line += f"  unigram entropy {metrics['validation_unigram_entropy']:.4f}"
     return line
-
-
-def _clock(secs: float) -> str:
-    minutes, seconds = divmod(round(secs), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
