@@ -180,6 +180,21 @@ def _are_numbers(column: Sequence[str]) -> bool:
 
 
 @contextmanager
+def current_work() -> Iterator[Callable[[str], None]]:
+    """Yields `say(text)`, which prints to stderr what is done now; on a terminal in one line, erased at the end.
+
+    Without a thread, as a spinner has: a process that forks must have none.
+    """
+    from trainer.observability import status_line
+
+    say = status_line.show if status_line.is_possible() else note
+    try:
+        yield lambda text: say(f"{text} …")
+    finally:
+        status_line.erase()
+
+
+@contextmanager
 def progress(total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
     """Show a progress bar of bytes on a terminal. Yields `advance(num_bytes)`, which any thread may call."""
     if not sys.stderr.isatty():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.replace_file import replacing
-from titan_tools.console import count, note, print_json
+from titan_tools.console import count, current_work, note, print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.imbalance import JUDGED_IMBALANCE, imbalance_problems
 from titan_tools.memory.replay.allocator import AllocatorName
@@ -63,21 +63,24 @@ def estimate_from_command_line(
             tries=[same_command(config, overrides, flags=flags, changed=nearest)],
         )
 
-    from titan_tools.memory import report
-    from titan_tools.memory.estimate import estimate
-    from titan_tools.memory.replay.snapshot import write_snapshot
-    from titan_tools.memory.verdict import EXIT_CODES
+    with current_work() as say:
+        say(f"{settings.model.name} {settings.model.flavor} on {count(job.dims.world_size, 'rank')}: importing torch")
+        from titan_tools.memory import report
+        from titan_tools.memory.estimate import estimate
+        from titan_tools.memory.replay.snapshot import write_snapshot
+        from titan_tools.memory.verdict import EXIT_CODES
 
-    try:
-        found = estimate(
-            job,
-            gpu=gpu,
-            allocator=chosen or allocator_of_environment(),
-            imbalance=JUDGED_IMBALANCE if imbalance is None else imbalance,
-        )
-    except NotTraceable as error:
-        error.tries = (same_command(config, overrides, flags=flags, changed=error.nearest),)
-        raise
+        try:
+            found = estimate(
+                job,
+                gpu=gpu,
+                allocator=chosen or allocator_of_environment(),
+                imbalance=JUDGED_IMBALANCE if imbalance is None else imbalance,
+                say=say,
+            )
+        except NotTraceable as error:
+            error.tries = (same_command(config, overrides, flags=flags, changed=error.nearest),)
+            raise
     if timeline:
         _write(timeline, lambda path: report.draw(found, path))
     if snapshot:

@@ -99,10 +99,18 @@ class Estimate:
         return tuple(rank for rank in self.ranks if abs(rank.engines_differ_by or 0) > ENGINES_AGREE)
 
 
-def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: float = JUDGED_IMBALANCE) -> Estimate:
+def estimate(
+    job: Job,
+    *,
+    gpu: Gpu | None,
+    allocator: AllocatorName,
+    imbalance: float = JUDGED_IMBALANCE,
+    say: Callable[[str], None] = lambda text: None,
+) -> Estimate:
     """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on the usual ones.
 
-    `imbalance`: the rows that experts of the fullest rank receive over the mean of all ranks, in the verdicts.
+    `imbalance`: the rows that experts of the fullest rank receive over the mean of all ranks, in the verdicts. `say`
+    gets what is done now.
     """
     run, traced_gpu, dims = run_shape(job), gpu or DEFAULT_GPU, job.dims
     gaps = formula_gaps(job)
@@ -126,7 +134,7 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
         )
 
     kernels, worst = gpu_kernels(traced_gpu), worst_imbalance(job)
-    ranks, fullest = _all_ranks(job, kernels, allocator, of_rank)
+    ranks, fullest = _all_ranks(job, kernels, allocator, of_rank, say=say)
     other = replay(fullest.trace, allocator="classic" if allocator == "expandable" else "expandable")
     judged_imbalance, judged_ranks, judged, uneven = min(imbalance, worst), ranks, fullest, []
     for factor in sorted({1.0, judged_imbalance, worst}) if worst > 1 else ():
@@ -135,7 +143,7 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
             # Only verdicts need what later steps reserve; the optimizer's states are there from the first one on
             num_steps = 2 if factor == judged_imbalance else 1
             uneven_kernels = replace(kernels, imbalance=factor)
-            found = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps)
+            found = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps, say=say)
         uneven.append(UnevenEstimate(factor, max(found[0], key=_fullness), factor == judged_imbalance))
         if factor == judged_imbalance:
             judged_ranks, judged = found
@@ -150,6 +158,7 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
         )
         for candidate in ([gpu] if gpu else JUDGED)
     ]
+    say("looking for settings that need less memory")
     has_symmetric_memory = fullest.trace.symmetric_bytes > 0
     return Estimate(
         job=job,
@@ -182,6 +191,7 @@ def _all_ranks(
     *,
     alike: Sequence[RankEstimate] = (),
     num_steps: int = 2,
+    say: Callable[[str], None],
 ) -> tuple[list[RankEstimate], Replayed]:
     """All pipeline ranks, and the trace of the fullest one; in two processes if there are several kinds of ranks.
 
@@ -193,7 +203,7 @@ def _all_ranks(
         fullness = {rank.pp_rank: _fullness(rank) for rank in alike}
         kinds = [[max(kind, key=fullness.__getitem__)] for kind in kinds]
     mine, others = (kinds, []) if job.config.compile.enable else _two_shares(kinds)
-    traced = partial(traced_kinds, job, kernels=kernels, num_steps=num_steps)
+    traced = partial(traced_kinds, job, kernels=kernels, num_steps=num_steps, say=say)
     if not others:
         with sharing_compiled_code(job.config):
             ranks, fullest = _share(traced(mine), allocator, of_rank)

@@ -24,7 +24,8 @@ def erase() -> None:
         _shown = False
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
+    """Show the line, in place of the last one."""
     global _shown
     _shown = True
     # The cursor returns to the beginning, so that what another process prints replaces the line
@@ -51,7 +52,7 @@ class StepProgress:
         left = f"  ETA {clock_text((now - since) / (step - first) * (self._num_steps - step))}" if step > first else ""
         filled = _BAR_WIDTH * step // self._num_steps
         bar = "=" * filled + " " * (_BAR_WIDTH - filled)
-        _show(f"step {step:>6}  [{bar}] {step / self._num_steps:.0%} of {self._num_steps:,} steps{left}")
+        show(f"step {step:>6}  [{bar}] {step / self._num_steps:.0%} of {self._num_steps:,} steps{left}")
 
 
 def clock_text(secs: float) -> str:

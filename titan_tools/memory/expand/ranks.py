@@ -5,7 +5,7 @@ expanded to all layers, then to all microbatches in each rank's own order of act
 proven right is captured in full.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from converters.collector import collector_paused
@@ -70,10 +70,18 @@ def kinds_of_ranks(job: Job) -> list[list[int]]:
 
 
 def traced_kinds(
-    job: Job, kinds: Sequence[Sequence[int]], *, kernels: Kernels, num_steps: int = 2
+    job: Job,
+    kinds: Sequence[Sequence[int]],
+    *,
+    kernels: Kernels,
+    num_steps: int = 2,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[int, Trace]]:
-    """The pipeline ranks of these kinds with their traces, one after the other."""
+    """The pipeline ranks of these kinds with their traces, one after the other; `say` gets what is traced."""
+    uneven = f", experts receive {kernels.imbalance:g} times the mean" if kernels.imbalance > 1 else ""
     for pp_ranks in kinds:
+        of_ranks = f" of pipeline rank{'s' if len(pp_ranks) > 1 else ''} {', '.join(map(str, pp_ranks))}"
+        say(f"tracing a training step{of_ranks if job.dims.pp > 1 else ''}{uneven}")
         kind = None if job.dims.pp == 1 else _capture_kind(job, pp_ranks, kernels, num_steps)
         for pp_rank in pp_ranks:
             trace = kind and _compose_rank(job, kind, pp_rank)
