@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import shlex
+import shutil
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -15,12 +16,14 @@ import typer
 from typer.testing import CliRunner
 
 from converters import hub_names
+from converters.api import convert
 from scripts.docs_site import cli_reference, config_reference
 from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.cli import app
 from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Config, Parallelism
+from trainer.seed import job_of_seed, seed
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,6 +82,38 @@ def test_commands_of_a_page_parse(page, monkeypatch):
     for words in titan_lines(page.read_text()):
         done = CliRunner().invoke(parse_only(), words[1:])
         assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}"
+
+
+@pytest.mark.parametrize("page", ["from_torchtitan.md", "from_hugging_face.md"])
+def test_commands_of_the_pages_for_newcomers_run(page, tmp_path, monkeypatch):
+    """Those that need no torch, network or GPU, with a small model in place of each folder that they name."""
+    monkeypatch.chdir(tmp_path)
+    seed(job_of_seed(load_config("debug")), Path("native"))
+    convert("native", hf := Path("hf"), to="hf")
+    for name in ("Llama-3.1-8B", "assets/hf/Llama-3.1-8B", "qwen3-0.6b", "iter_0000100-hf", "epoch_0_step_100/model"):
+        shutil.copytree(hf, name)
+    foreign = "outputs/checkpoint/step-1000" if page == "from_torchtitan.md" else "checkpoint-500/pytorch_model_fsdp_0"
+    for step in {"outputs/checkpoint/step-1000", foreign}:
+        convert(hf, step, to="dcp")
+    for name in ("titan_model.json", "titan_manifest.json"):  # torchtitan and Accelerate write neither
+        Path(foreign, name).unlink()
+    convert(hf, "Llama3.2-1B/original", to="meta")
+    Path("run.toml").write_text('model.flavor = "debugmodel"\n')
+    Path("old.toml").write_text("training.compile = true\n")
+    num_run = 0
+    for words in titan_lines((ROOT / "docs" / page).read_text()):
+        if (
+            words[1] not in ("convert", "diff", "config", "seed")
+            or "Qwen3-30B-A3B-FP8" in words
+            or "qwen3-bf16" in words
+        ):
+            continue
+        if words[1:3] == ["config", "check"]:  # its file is torchtitan's, with paths of its own
+            continue
+        done = CliRunner().invoke(app, words[1:])
+        assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception}"
+        num_run += 1
+    assert num_run >= 5
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -156,7 +191,7 @@ def test_the_architecture_page_is_current():
 
 
 def test_the_format_of_the_architecture_page_converts(hf, tmp_path, monkeypatch):
-    from converters.api import convert, diff, open_checkpoint
+    from converters.api import diff, open_checkpoint
     from converters.formats.registry import FORMATS
 
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)
@@ -201,7 +236,8 @@ def message_templates() -> list[tuple[str, str]]:
         return [None]
 
     files = [file for name in ("converters", "trainer", "titan_tools") for file in (ROOT / name).rglob("*.py")]
-    found = {tuple(literals(node)) for file in files for node in ast.walk(ast.parse(file.read_text()))}
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    found = {tuple(literals(node)) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)}
     long = [texts for texts in found if sum(len(text or "") for text in texts) >= 13]  # shorter ones match too much
     return [
         (
