@@ -19,14 +19,14 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-# The commands by what they are for. A command that is missing here is a KeyError of the test that looks for it.
+# The commands by what they are for. A test fails for a command that is missing here.
 COMMAND_GROUPS = {
     "Checkpoints": ("download", "convert", "reshard", "inspect", "diff", "verify"),
     "Training": ("data", "config", "seed", "train", "estimate-memory"),
     "Generation": ("infer",),
     "Models": ("models",),
 }
-_REPOSITORY_FILES = r"\[([^]]+)\]\((?:\.\./)?(?:LICENSE|scripts/[\w./-]+)\)"
+_LINK = re.compile(r"\[([^]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -39,13 +39,21 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links between the repository root and docs/ at the pages of the site."""
+    """Point links to files of the repository at the pages of the site; those to other files become their text."""
     if not re.search("^## ", markdown, re.M):  # the column of contents would be empty: it is given to the text
         page.meta["hide"] = ["toc"]
-    markdown = re.sub(_REPOSITORY_FILES, r"\1", markdown).replace("](docs/", "](")
-    for source, page in PAGES.items():
-        markdown = markdown.replace(f"](../{source}", f"]({page}").replace(f"]({source}", f"]({page}")
-    return markdown
+    folder = ROOT if page.file.src_uri in PAGES.values() else ROOT / "docs"
+
+    def link(found: re.Match[str]) -> str:
+        text, path, anchor = found[1], (folder / found[2]).resolve(), found[3] or ""
+        if not path.exists():  # of another host, or wrong: mkdocs says so
+            return found[0]
+        if path.is_relative_to(ROOT / "docs"):
+            return f"[{text}]({path.relative_to(ROOT / 'docs')}{anchor})"
+        name = PAGES.get(str(path.relative_to(ROOT)))
+        return f"[{text}]({name}{anchor})" if name else text
+
+    return _LINK.sub(link, markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from converters import hub_names
 from converters.api import convert
-from scripts.docs_site import cli_reference, config_reference
+from scripts.docs_site import cli_reference, config_reference, on_page_markdown
 from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.cli import app
 from trainer.config.load import by_section, load_config
@@ -379,6 +380,26 @@ def test_the_site_builds_without_warnings(site):
     assert 'id="titan-estimate-memory"' in (site / "cli" / "index.html").read_text() and (site / "index.html").is_file()
     titles = {page.parent.name for page in site.rglob("index.html")}
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} < titles
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "shown"),
+    [
+        ("index.md", "[Training](docs/training.md#data)", "[Training](training.md#data)"),
+        ("index.md", "![a drawing](docs/conversion.svg)", "![a drawing](conversion.svg)"),
+        ("index.md", "[Security](SECURITY.md) and [pins](constraints.txt)", "[Security](security.md) and pins"),
+        ("training.md", "[Changelog](../CHANGELOG.md#added)", "[Changelog](changelog.md#added)"),
+        ("training.md", "[the script](../scripts/setup.sh)", "the script"),
+        (
+            "training.md",
+            "[Layouts](#layouts) [torch](https://pytorch.org)",
+            "[Layouts](#layouts) [torch](https://pytorch.org)",
+        ),
+    ],
+)
+def test_links_to_the_repository_become_links_to_pages(page, link, shown):
+    place = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
+    assert on_page_markdown(link, page=place) == shown
 
 
 def test_the_site_loads_nothing_from_another_host(site):
