@@ -183,7 +183,7 @@ def _folder_of_tokenizer(value: Any, values: Mapping[str, Any]) -> Any:
         return None
     path = Path(value)
     folder = str(path.parent if path.suffix in (".model", ".json") else path)
-    return folder if path.is_absolute() or not value.startswith("./") else f"./{folder}"
+    return folder if folder == "." or path.is_absolute() or not value.startswith("./") else f"./{folder}"
 
 
 def _microbatch_size(value: Any, values: Mapping[str, Any]) -> int:

@@ -118,6 +118,9 @@ def test_the_converters_name_in_the_shipped_405b(tmp_path):
         ),
         ('[model]\ntokenizer_path = "assets/tok"', {"model.hf_assets_path": "assets/tok"}),
         ('[model]\ntokenizer_path = "/a/b.json"', {"model.hf_assets_path": "/a"}),
+        ('[model]\ntokenizer_path = "./tokenizer.model"', {"model.hf_assets_path": "."}),
+        ('[model]\ntokenizer_path = "./a/../tokenizer.model"', {"model.hf_assets_path": "./a/.."}),
+        ('[model]\ntokenizer_path = "tokenizer.model"', {"model.hf_assets_path": "."}),
         ('[parallelism]\npipeline_parallel_split_points = ""', {}),
         (
             '[experimental]\npipeline_parallel_schedule = "Interleaved1F1B"',
