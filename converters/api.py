@@ -1,5 +1,6 @@
 """Public Python API for checkpoints: convert, reshard, verify, compare, inspect and read; register a model family.
 
+A checkpoint is a path, or the name of a model that the hub's cache has: `meta-llama/Llama-3.2-1B`, `NAME@REVISION`.
 Importing it does not import torch. Functions raise the errors of this module, all of them subclasses of TitanError.
 """
 
@@ -18,6 +19,7 @@ from converters.families.base import Block, Dense, Experts, Family, GroupedQuery
 from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
 from converters.formats.base import OutputOptions
+from converters.hub_names import find_local
 from converters.inspect import Inspection, inspect_checkpoint
 from converters.mesh_shape import MeshShape
 from converters.reshard import ReshardReport
@@ -94,7 +96,7 @@ def convert(
     """
     mesh = None if for_mesh is None else MeshShape.parse(for_mesh)
     return _convert(
-        src,
+        find_local(src),
         dst,
         to=to,
         dtype=dtype,
@@ -105,10 +107,10 @@ def convert(
             fused_experts=fused_experts or None,
             drop_expert_bias=drop_expert_bias or None,
             quantize=quantize,
-            scales_from=None if scales_from is None else Path(scales_from),
+            scales_from=_found(scales_from),
         ),
         select=select,
-        model_from=model_from,
+        model_from=_found(model_from),
         mtp=mtp,
         keep_extra=keep_extra,
         trained_by=trained_by,
@@ -153,7 +155,7 @@ def reshard(
     ('mesh dp_shard=2', dict_keys(['model']))
     """
     return _reshard(
-        src,
+        find_local(src),
         dst,
         mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
         num_files=num_files,
@@ -162,7 +164,7 @@ def reshard(
         optimizer_dtype=optimizer_dtype,
         drop=drop,
         select=select,
-        model_from=model_from,
+        model_from=_found(model_from),
         allow_missing=allow_missing,
         workers=workers,
         digests=digests,
@@ -184,7 +186,7 @@ def verify(
     >>> report.ok, [check.outcome for check in report.checks if check.name == "files"]
     (True, ['ok'])
     """
-    return _verify(path, quick=quick, select=select, model_from=model_from)
+    return _verify(find_local(path), quick=quick, select=select, model_from=_found(model_from))
 
 
 def diff(
@@ -199,7 +201,7 @@ def diff(
     >>> report.equal, report.first_tensor
     (False, 'tok_embeddings.weight')
     """
-    return _diff(a, b, select=select, model_from=model_from)
+    return _diff(find_local(a), find_local(b), select=select, model_from=_found(model_from))
 
 
 def inspect(
@@ -211,7 +213,7 @@ def inspect(
     >>> found.container, found.naming, found.model["num_layers"], found.num_parameters
     ('safetensors', 'hf', 2, 42848)
     """
-    return inspect_checkpoint(path, fold=fold, select=select, model_from=model_from)
+    return inspect_checkpoint(find_local(path), fold=fold, select=select, model_from=_found(model_from))
 
 
 def open_checkpoint(
@@ -226,7 +228,11 @@ def open_checkpoint(
     ...     weights.info.family, weights.tensors["norm.weight"].shape, weights.read("norm.weight").sum()
     ('llama3', (32,), np.float32(32.0))
     """
-    return open_native(path, select=select, model_from=model_from)
+    return open_native(find_local(path), select=select, model_from=_found(model_from))
+
+
+def _found(path: Path | str | None) -> Path | None:
+    return None if path is None else find_local(path)
 
 
 def register_family(family: Family) -> None:

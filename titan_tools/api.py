@@ -48,17 +48,18 @@ def load_for_inference(
     >>> model.generate(model.encode("def main("), max_new_tokens=4).text == completion.text
     True
     """
+    from converters.hub_names import find_local
     from titan_tools.infer.generator import load_for_inference as _load
 
     return _load(
-        checkpoint,
+        find_local(checkpoint),
         dtype=dtype,
         device=device,
         quantize=quantize,
         compile=compile,
         context=context,
         select=select,
-        model_from=model_from,
+        model_from=None if model_from is None else find_local(model_from),
     )
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
+from converters import api
 from converters.commit import aside_of
 from converters.errors import CheckpointError
 from converters.hub_names import download_command, find_local
+from titan_tools.api import load_for_inference
 from trainer.checkpoints.problems import initial_path
 from trainer.chosen_model import tokenizer_folder
 from trainer.config.load import load_config
@@ -98,6 +100,18 @@ def test_commands_take_a_name_and_say_the_snapshot_once(titan, snapshot):
         assert done.returncode == 0, done.stderr
         named = next(word for word in words if word.startswith(NAME))
         assert done.stderr.count(f"{named}: {snapshot}") == 1, words
+
+
+def test_the_api_takes_names(snapshot, tmp_path):
+    assert api.convert(NAME, tmp_path / "out", to="dcp", model_from=NAME).source == str(snapshot)
+    assert api.diff(NAME, tmp_path / "out", model_from=NAME).equal and api.verify(f"{NAME}@main", quick=True).ok
+    assert api.inspect(NAME).path == str(snapshot)
+    with api.open_checkpoint(NAME, model_from=NAME) as weights:
+        assert weights.info.family == "llama3"
+    model = load_for_inference(NAME, model_from=NAME)
+    assert model.generate("a", max_new_tokens=1).finish_reason == "length"
+    with pytest.raises(CheckpointError, match="does not have this model"):
+        api.reshard("x/y", tmp_path / "x", num_files=1)
 
 
 def test_scales_come_from_a_named_model(titan, snapshot):
