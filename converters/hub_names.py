@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from converters.commit import find_complete
+from converters.containers.hub_checksums import default_cache
 from converters.errors import CheckpointError
 
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -35,6 +36,13 @@ def download_command(path: Path | str, *, assets: str = "") -> list[str]:
         return []
     revision = f" --revision {named['revision']}" if named["revision"] else ""
     return [f"titan download {named['repository']}{revision}" + (f" --assets {assets}" if assets else "")]
+
+
+def cached_names() -> list[str]:
+    """The models in the hub's cache."""
+    return sorted(
+        path.name.removeprefix("models--").replace("--", "/", 1) for path in default_cache().glob("models--*--*")
+    )
 
 
 def _find_snapshot(repository: str, revision: str | None) -> Path | None:

@@ -27,6 +27,7 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
+from titan_tools.completion import TAKES_CONFIG
 from titan_tools.console import note, print_error
 from titan_tools.interrupts import resend_swallowed_signals
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
@@ -80,10 +81,6 @@ app = typer.Typer(
 
 _RUN_MODELS = ("seed", "estimate-memory", "train", "infer")  # commands that import torch
 _IMPORT = "TITAN_IMPORT"  # passes --import to processes that this one starts
-_TAKES_OVERRIDES = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-}  # --section.key VALUE
 
 
 def _print_version(context: typer.Context, requested: bool) -> None:
@@ -163,11 +160,11 @@ app.command("reshard", short_help=_SHORT["reshard"])(reshard)
 app.command("inspect", short_help=_SHORT["inspect"])(inspect)
 app.command("diff", short_help=_SHORT["diff"])(diff)
 app.command("verify", short_help=_SHORT["verify"])(verify)
-app.command("seed", short_help=_SHORT["seed"], context_settings=_TAKES_OVERRIDES)(seed)
-app.command("estimate-memory", short_help=_SHORT["estimate-memory"], context_settings=_TAKES_OVERRIDES)(estimate_memory)
+app.command("seed", short_help=_SHORT["seed"], **TAKES_CONFIG)(seed)
+app.command("estimate-memory", short_help=_SHORT["estimate-memory"], **TAKES_CONFIG)(estimate_memory)
 app.add_typer(data_app, name="data", short_help=_SHORT["data"])
 app.add_typer(config_app, name="config", short_help=_SHORT["config"])
-app.command("train", short_help=_SHORT["train"], context_settings=_TAKES_OVERRIDES)(train)
+app.command("train", short_help=_SHORT["train"], **TAKES_CONFIG)(train)
 app.command("infer", short_help=_SHORT["infer"])(infer)
 app.command("models", short_help=_SHORT["models"])(models)
 

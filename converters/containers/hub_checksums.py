@@ -93,7 +93,7 @@ def fetch_again(path: Path) -> dict[str, Any]:
         commit = _commit_of(folder, repository)
         branch = repository / "refs" / "main"
         is_main = branch.is_file() and branch.read_text(errors="replace").strip() == commit
-        cache = "" if repository.parent == _default_cache() else f"HF_HUB_CACHE={repository.parent} "
+        cache = "" if repository.parent == default_cache() else f"HF_HUB_CACHE={repository.parent} "
         command = f"{cache}titan download {name}" + ("" if is_main else f" --revision {commit}")
         hint = "this command compares every file with the hub's checksum and fetches what is damaged again"
         return {"hint": hint, "tries": [command]}
@@ -107,7 +107,7 @@ def fetch_again(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
     """Where the hub's client has its cache (huggingface_hub.constants), resolved."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.config_words import check_words
+from titan_tools.completion import TAKES_CONFIG, complete_config
 
 config_app = typer.Typer(
     help="Show, check, upgrade and create config files.\n\n"
@@ -17,12 +18,14 @@ config_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-_Source = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset.")]
+_Source = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset.", autocompletion=complete_config),
+]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
-@config_app.command("show", short_help="Print every value and where it comes from.", context_settings=_OVERRIDES)
+@config_app.command("show", short_help="Print every value and where it comes from.", **TAKES_CONFIG)
 def show(context: typer.Context, config: _Source, as_json: _Json = False) -> None:
     """Print every value of a config and where it comes from: default, file and line, or command line.
 
@@ -48,7 +51,7 @@ def show(context: typer.Context, config: _Source, as_json: _Json = False) -> Non
         note(f"not read: {line}")
 
 
-@config_app.command("check", short_help="Check a config as training does.", context_settings=_OVERRIDES)
+@config_app.command("check", short_help="Check a config as training does.", **TAKES_CONFIG)
 def check(
     context: typer.Context,
     config: _Source,

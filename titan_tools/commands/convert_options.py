@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from converters.formats.base import OPTIONS
+from titan_tools.completion import complete_checkpoint, complete_dtype
 
 
 def find_checkpoint(context: typer.Context, path: Path | None) -> Path | None:
@@ -23,12 +24,19 @@ def find_checkpoint(context: typer.Context, path: Path | None) -> Path | None:
 
 def checkpoint_argument(metavar: str, help: str) -> Any:
     """A positional parameter that takes a checkpoint: a folder, a file or a name on the hub."""
-    return typer.Argument(metavar=metavar, help=help, show_default=False, callback=find_checkpoint)
+    return typer.Argument(metavar=metavar, help=help, **_CHECKPOINT)
 
 
 def checkpoint_option(*flags: str, metavar: str, help: str) -> Any:
     """An option that takes a checkpoint, like `checkpoint_argument`."""
-    return typer.Option(*flags, metavar=metavar, help=help, show_default=False, callback=find_checkpoint)
+    return typer.Option(*flags, metavar=metavar, help=help, **_CHECKPOINT)
+
+
+_CHECKPOINT: dict[str, Any] = {
+    "show_default": False,
+    "callback": find_checkpoint,
+    "autocompletion": complete_checkpoint,
+}
 
 
 def format_option(field: str) -> Any:
@@ -54,6 +62,7 @@ DType = Annotated[
     str | None,
     typer.Option(
         metavar="DTYPE",
+        autocompletion=complete_dtype,
         help="Cast to bfloat16, float16, float32, … Default: the source's own. "
         "Tensors that are float32 in a checkpoint of 16-bit weights are not cast.",
         show_default=False,

@@ -6,12 +6,18 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.config_words import check_words
+from titan_tools.completion import complete_allocator, complete_config, complete_gpu
 
 
 def estimate_memory(
     context: typer.Context,
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="A TOML file as for `titan train`, or the name of a preset.")
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A TOML file as for `titan train`, or the name of a preset.",
+            autocompletion=complete_config,
+        ),
     ],
     world_size: Annotated[
         int | None,
@@ -23,6 +29,7 @@ def estimate_memory(
         str | None,
         typer.Option(
             metavar="TYPE",
+            autocompletion=complete_gpu,
             help="Judge only this one: h100-80, a100-40, b300, mi300x, rtx4090, … (docs/memory.md), or usable GiB.",
         ),
     ] = None,
@@ -30,6 +37,7 @@ def estimate_memory(
         str | None,
         typer.Option(
             metavar="NAME",
+            autocompletion=complete_allocator,
             help="classic or expandable (segments).  [default: that of PYTORCH_ALLOC_CONF, else expandable]",
         ),
     ] = None,

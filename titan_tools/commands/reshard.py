@@ -20,6 +20,7 @@ from titan_tools.commands.convert_options import (
     Workers,
     checkpoint_argument,
 )
+from titan_tools.completion import complete_dtype
 
 
 def reshard(
@@ -44,12 +45,20 @@ def reshard(
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="DTYPE", help="Cast the weights, not the optimizer. Default: unchanged.", show_default=False
+            metavar="DTYPE",
+            help="Cast the weights, not the optimizer. Default: unchanged.",
+            show_default=False,
+            autocompletion=complete_dtype,
         ),
     ] = None,
     optimizer_dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="Cast the optimizer's moments. Default: unchanged.", show_default=False),
+        typer.Option(
+            metavar="DTYPE",
+            help="Cast the optimizer's moments. Default: unchanged.",
+            show_default=False,
+            autocompletion=complete_dtype,
+        ),
     ] = None,
     select: Select = None,
     model_from: ModelFrom = None,

@@ -7,11 +7,15 @@ import typer
 
 from titan_tools.commands.config_words import check_words
 from titan_tools.commands.convert_options import DEFAULT_WORKERS, Json, Workers
+from titan_tools.completion import complete_config
 
 
 def seed(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
+    config: Annotated[
+        str,
+        typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG", autocompletion=complete_config),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to create.", metavar="OUT")],
     workers: Workers = DEFAULT_WORKERS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")] = False,

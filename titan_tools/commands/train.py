@@ -7,11 +7,15 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.config_words import check_words
+from titan_tools.completion import complete_config
 
 
 def train(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
+    config: Annotated[
+        str,
+        typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG", autocompletion=complete_config),
+    ],
     nproc: Annotated[
         int | None,
         typer.Option(

@@ -6,9 +6,8 @@ Imports neither torch nor numpy, so that errors appear quickly, before any rank 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.registry import all_families
@@ -17,7 +16,7 @@ from trainer.config.custom_import import import_custom
 from trainer.config.preset import find_preset
 from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_VALUES
 from trainer.config.renamed import GONE, READ_AS_RENAMED, RENAMED, RENAMED_VALUES
-from trainer.config.sections import SECTION, Config
+from trainer.config.sections import Config, kinds, sections
 from trainer.config.toml_file import Setting, read_toml
 from trainer.config.types import fit
 
@@ -68,7 +67,7 @@ def origins(config: Config) -> dict[str, Setting]:
 
 def by_section(config: Config) -> dict[str, Any]:
     """Each section's record by its name in TOML."""
-    return {section: getattr(config, attribute) for section, (attribute, _) in _sections().items()}
+    return {section: getattr(config, attribute) for section, (attribute, _) in sections().items()}
 
 
 def _read(source: Path | str) -> dict[str, Setting]:
@@ -79,25 +78,8 @@ def _read(source: Path | str) -> dict[str, Setting]:
     return read_toml(Path(source))
 
 
-@cache
-def _sections() -> dict[str, tuple[str, type]]:
-    """Each section's name in TOML, with its attribute of Config and its record."""
-    records = get_type_hints(Config)
-    return {f.metadata.get(SECTION, f.name): (f.name, records[f.name]) for f in fields(Config) if f.name != "origins"}
-
-
-@cache
-def _kinds() -> dict[str, Any]:
-    """Each supported key with its type."""
-    return {
-        f"{section}.{name}": kind
-        for section, (_, record) in _sections().items()
-        for name, kind in get_type_hints(record, include_extras=True).items()
-    }
-
-
 def _kind_of(key: str) -> Any | None:
-    return _kinds().get(key) or (REFUSED[key].kind if key in REFUSED else None)
+    return kinds().get(key) or (REFUSED[key].kind if key in REFUSED else None)
 
 
 def is_known(key: str) -> bool:
@@ -142,10 +124,10 @@ def _unknown_key(key: str) -> str:
         return f"there is no such key any more: {GONE[key][1]}"
     if extension := _extension(key):
         return extension
-    known = [*_kinds(), *REFUSED]
+    known = [*kinds(), *REFUSED]
     section, _, last = key.rpartition(".")
-    if key in _sections():
-        return f"that is a section; its keys: {', '.join(name for name in _kinds() if name.rpartition('.')[0] == key)}"
+    if key in sections():
+        return f"that is a section; its keys: {', '.join(name for name in kinds() if name.rpartition('.')[0] == key)}"
     if key in _SHORT:
         return f"no such key; did you mean `{_SHORT[key]}`?"
     same_name = [name for name in known if name.rpartition(".")[2] == last]
@@ -191,7 +173,7 @@ def _shown(value: Any) -> str:
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
     records = {}
-    for section, (attribute, record) in _sections().items():
+    for section, (attribute, record) in sections().items():
         given = {f.name: values[f"{section}.{f.name}"] for f in fields(record) if f"{section}.{f.name}" in values}
         records[attribute] = record(**given)
     return Config(**records, origins=dict(origins))

@@ -6,8 +6,9 @@ limits; `types.py` enforces both.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
 from trainer.config.types import Number, Pattern
 
@@ -390,3 +391,20 @@ class Config:
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+
+@cache
+def sections() -> dict[str, tuple[str, type]]:
+    """Each section's name in TOML, with its attribute of Config and its record."""
+    records = get_type_hints(Config)
+    return {f.metadata.get(SECTION, f.name): (f.name, records[f.name]) for f in fields(Config) if f.name != "origins"}
+
+
+@cache
+def kinds() -> dict[str, Any]:
+    """Each supported key with its type."""
+    return {
+        f"{section}.{name}": kind
+        for section, (_, record) in sections().items()
+        for name, kind in get_type_hints(record, include_extras=True).items()
+    }

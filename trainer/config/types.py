@@ -117,6 +117,16 @@ def describe(kind: Any) -> str:
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
 
 
+def choices(kind: Any) -> tuple[str, ...]:
+    """The values of a type that has few, as they are typed on the command line."""
+    args = get_args(kind)
+    if get_origin(kind) is Literal:
+        return args
+    if kind is bool:
+        return "true", "false"
+    return tuple(value for arg in args for value in choices(arg))
+
+
 def plain_type(kind: Any) -> Any:
     """bool, int, float, str, or the tuple type: what a value is read as, without limits and None."""
     if get_origin(kind) is Annotated:
