@@ -1,4 +1,4 @@
-"""Summary of a run folder: checkpoints and loss curves; the loss curve as a PNG. Does not import torch."""
+"""What a run folder tells: the curves of its metrics, losses and checkpoints. Does not import torch."""
 
 import json
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from typing import Any
 
 from converters.errors import CheckpointError
 from converters.names import METRICS_FILE, RESUMED_FROM
-from converters.replace_file import replacing
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
+
+Curve = tuple[tuple[int, float], ...]  # (step, value), by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class RunSummary:
 
     path: str
     steps: tuple[SavedStep, ...]
-    loss: tuple[tuple[int, float], ...]
-    held_out_loss: tuple[tuple[int, float], ...]
+    loss: Curve
+    held_out_loss: Curve
     unigram_entropy: float | None  # of the held-out data: the loss of a model that knows only token frequencies
 
     def to_json(self) -> dict[str, Any]:
@@ -39,29 +40,48 @@ def is_run_folder(path: Path) -> bool:
     return (path / METRICS_FILE).is_file()
 
 
-def summarize_run(path: Path) -> RunSummary:
-    """Read metrics.jsonl and list the step folders. Raises CheckpointError for a line that is not a record."""
-    loss: dict[int, float] = {}
-    held_out: dict[int, float] = {}
-    unigram_entropy = None
-    for number, line in enumerate((path / METRICS_FILE).read_text().splitlines(), start=1):
+def read_curves(path: Path) -> dict[str, Curve]:
+    """Every metric of metrics.jsonl over the steps; the latest record of a step counts.
+
+    Raises CheckpointError for a folder that is not a run's, and for a line that is not a record.
+    """
+    if not is_run_folder(path):
+        raise _not_a_run(path)
+    curves: dict[str, dict[int, float]] = {}
+    for number, line in enumerate((path / METRICS_FILE).read_text("utf-8", "replace").splitlines(), start=1):
         record = _parse(line, path / METRICS_FILE, number)
         if record is None:
             continue
-        step = record["step"]
+        step = record.pop("step")
         if RESUMED_FROM in record:  # the run was resumed here: records of later steps no longer count
-            loss, held_out = ({s: value for s, value in curve.items() if s <= step} for curve in (loss, held_out))
-        if "loss" in record:
-            loss[step] = record["loss"]
-        if "validation_loss" in record:
-            held_out[step] = record["validation_loss"]
-        unigram_entropy = record.get("validation_unigram_entropy", unigram_entropy)
+            curves = {name: {s: v for s, v in curve.items() if s <= step} for name, curve in curves.items()}
+            continue
+        for name, value in record.items():
+            curves.setdefault(name, {})[step] = value
+    return {name: tuple(sorted(curve.items())) for name, curve in curves.items() if curve}
+
+
+def _not_a_run(path: Path) -> CheckpointError:
+    if not path.exists():
+        return CheckpointError(f"{path}: no such folder")
+    around = [folder for folder in path.absolute().parents if is_run_folder(folder)]
+    return CheckpointError(
+        f"{path} is not the folder of a run: it has no {METRICS_FILE}",
+        hint="a run's folder is its job.dump_folder",
+        tries=[str(around[0])] if around else [],
+    )
+
+
+def summarize_run(path: Path) -> RunSummary:
+    """The losses of metrics.jsonl and the step folders. Raises CheckpointError as `read_curves` does."""
+    curves = read_curves(path)
+    entropy = curves.get("validation_unigram_entropy")
     return RunSummary(
         path=str(path),
         steps=tuple(_saved_steps(path)),
-        loss=tuple(sorted(loss.items())),
-        held_out_loss=tuple(sorted(held_out.items())),
-        unigram_entropy=unigram_entropy,
+        loss=curves.get("loss", ()),
+        held_out_loss=curves.get("validation_loss", ()),
+        unigram_entropy=entropy[-1][1] if entropy else None,
     )
 
 
@@ -82,28 +102,3 @@ def _saved_steps(path: Path) -> Iterator[SavedStep]:
         for step in sorted(list_steps(folder)):
             saved = step_folder(folder, step)
             yield SavedStep(str(saved), step, size_problem(saved))
-
-
-def draw_loss_curve(run: RunSummary, picture: Path) -> None:
-    """Draw training and held-out loss over steps to a PNG. Raises CheckpointError if no loss was recorded."""
-    if not run.loss:
-        raise CheckpointError(f"{run.path}: no loss was recorded yet")
-    # imported here: matplotlib takes longer to load than the rest of `titan inspect`
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)", title=run.path)
-    axes.plot(*zip(*run.loss, strict=True), label="training", color="tab:blue", alpha=0.7)
-    if run.held_out_loss:
-        axes.plot(*zip(*run.held_out_loss, strict=True), label="held out", color="tab:orange", marker="o")
-    if run.unigram_entropy is not None:
-        axes.axhline(run.unigram_entropy, label="unigram entropy", color="grey", linestyle="--")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        with replacing(picture) as unfinished:  # a full disk must not destroy an existing picture
-            figure.savefig(unfinished, dpi=120, format="png")
-    except OSError as error:
-        raise CheckpointError(f"{picture}: cannot be written ({error.strerror})") from error

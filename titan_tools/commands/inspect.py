@@ -1,20 +1,31 @@
 """titan inspect: describe a checkpoint or a run."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from converters.errors import CheckpointError
-from converters.names import METRICS_FILE
+from converters.errors import ConfigError
 from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
+
+if TYPE_CHECKING:
+    from titan_tools.run_folder import Curve
 
 
 def inspect(
     checkpoint: Checkpoint,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="With --plot: folders of further runs.", show_default=False),
+    ] = None,
     every: Annotated[bool, typer.Option("--every", help="One line per tensor, layers not folded.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a run's metrics, or those of several, to .png.", show_default=False),
+    ] = None,
     loss_curve: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw a run's loss curve to this file.", show_default=False)
+        Path | None, typer.Option(metavar="PNG", help="Like --plot, of the losses alone.", show_default=False)
     ] = None,
     select: Select = None,
     model_from: ModelFrom = None,
@@ -26,17 +37,27 @@ def inspect(
     Examples:
       titan inspect outputs/checkpoint/step-1000
       titan inspect Llama-3.2-1B --every --json
-      titan inspect outputs --loss-curve loss.png
+      titan inspect outputs --plot run.png
+      titan inspect outputs/a outputs/b --plot both.png
 
     Reads headers and small values, never weights. A run's folder is its job.dump_folder.
     """
     from titan_tools.run_folder import is_run_folder
 
-    if is_run_folder(checkpoint):
-        _inspect_run(checkpoint, loss_curve, as_json=as_json)
+    folders = [checkpoint, *(runs or [])]
+    if plot or loss_curve:
+        _draw(folders, plot, loss_curve)
+    elif runs:
+        raise ConfigError(
+            "inspect shows one folder at a time; --plot draws several runs",
+            tries=[f"titan inspect {' '.join(map(str, folders))} --plot runs.png", "titan diff A B"],
+        )
+    if runs:
+        _compare_runs(folders, as_json=as_json)
         return
-    if loss_curve:
-        raise CheckpointError(f"{checkpoint} is not the folder of a run: it has no {METRICS_FILE}")
+    if is_run_folder(checkpoint):
+        _inspect_run(checkpoint, as_json=as_json)
+        return
     from converters.inspect import inspect_checkpoint, summarize_values
     from titan_tools.console import print_json
     from titan_tools.inspect_page import print_page
@@ -48,13 +69,24 @@ def inspect(
     print_page(found, summarize_values(found.values), every=every)
 
 
-def _inspect_run(folder: Path, loss_curve: Path | None, *, as_json: bool) -> None:
-    from titan_tools.console import note, print_json, table
-    from titan_tools.run_folder import draw_loss_curve, summarize_run
+def _draw(runs: Sequence[Path], plot: Path | None, loss_curve: Path | None) -> None:
+    from titan_tools.console import note
+    from titan_tools.run_plot import LOSS, plot_runs, refuse_other_pictures
+
+    if plot:
+        refuse_other_pictures(plot)
+        plot_runs(runs, plot)
+        note(f"drew {plot}")
+    if loss_curve:
+        plot_runs(runs, loss_curve, panels=(LOSS,))
+        note(f"drew {loss_curve}")
+
+
+def _inspect_run(folder: Path, *, as_json: bool) -> None:
+    from titan_tools.console import print_json, table
+    from titan_tools.run_folder import summarize_run
 
     run = summarize_run(folder)
-    if loss_curve:
-        draw_loss_curve(run, loss_curve)
     if as_json:
         print_json(run.to_json())
         return
@@ -71,5 +103,21 @@ def _inspect_run(folder: Path, loss_curve: Path | None, *, as_json: bool) -> Non
     if run.unigram_entropy is not None and run.held_out_loss:
         gain = run.unigram_entropy - run.held_out_loss[-1][1]
         print(f"\nthe held-out loss is {gain:.2f} nats below the unigram entropy of {run.unigram_entropy:.4f}")
-    if loss_curve:
-        note(f"drew {loss_curve}")
+
+
+def _compare_runs(folders: Sequence[Path], *, as_json: bool) -> None:
+    from titan_tools.console import print_json, table
+    from titan_tools.run_folder import summarize_run
+
+    runs = [summarize_run(folder) for folder in folders]
+    if as_json:
+        print_json({"runs": [run.to_json() for run in runs]})
+        return
+    table(
+        ("run", "step", "training loss", "held-out step", "held-out loss"),
+        [(run.path, *(cell for curve in (run.loss, run.held_out_loss) for cell in _last_of(curve))) for run in runs],
+    )
+
+
+def _last_of(curve: "Curve") -> tuple[int | str, str]:
+    return (curve[-1][0], f"{curve[-1][1]:.4f}") if curve else ("", "")

@@ -1,12 +1,11 @@
-"""Summary of a run folder: which records count, truncated lines, and the picture."""
+"""Curves and summary of a run folder: which records count, and truncated lines."""
 
 import json
-import struct
 
 import pytest
 
 from converters.errors import CheckpointError
-from titan_tools.run_folder import draw_loss_curve, is_run_folder, summarize_run
+from titan_tools.run_folder import read_curves, summarize_run
 
 
 def write_metrics(folder, *records, tail=""):
@@ -55,18 +54,20 @@ def test_saved_steps_are_listed_with_their_problems(tmp_path):
     assert all(s.problem for s in steps)
 
 
-def test_the_curve_is_a_png(tmp_path):
-    run = summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}))
-    draw_loss_curve(run, tmp_path / "loss.png")
-    head = (tmp_path / "loss.png").read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", head[16:24]) == (960, 540)
+def test_every_metric_is_a_curve(tmp_path):
+    write_metrics(tmp_path, {"step": 1, "lr": 0.1}, {"step": 3, "lr": 0.2, "mfu": 0.4}, {"step": 2, "resumed_from": 2})
+    assert read_curves(tmp_path) == {"lr": ((1, 0.1),)}
 
 
-def test_no_loss_or_an_unwritable_picture_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no loss"):
-        draw_loss_curve(summarize_run(write_metrics(tmp_path)), tmp_path / "loss.png")
-    run = summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}))
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        draw_loss_curve(run, tmp_path / "no" / "loss.png")
-    assert is_run_folder(tmp_path) and not is_run_folder(tmp_path / "no")
+def test_a_folder_that_is_not_a_runs_names_the_run_around_it(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        read_curves(tmp_path / "nothing")
+    step = tmp_path / "checkpoint" / "step-1"
+    step.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"is not the folder of a run: it has no metrics\.jsonl") as raised:
+        read_curves(step)
+    assert raised.value.tries == ()
+    write_metrics(tmp_path, {"step": 1, "loss": 9.0})
+    with pytest.raises(CheckpointError) as raised:
+        read_curves(step)
+    assert raised.value.tries == (str(tmp_path),)
