@@ -60,8 +60,7 @@ def print_error(kind: str, message: str, hint: str = "", tries: Sequence[str] = 
         note(line)
     for line in tries:  # a command is not wrapped, so that it can be copied
         print(f"{styled('try', sys.stderr)}: {line}", file=sys.stderr, flush=True)
-    options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    if "--json" in options and os.environ.get("RANK", "0") == "0":  # one object for all ranks of torchrun
+    if prints_json():
         error = {
             "kind": kind,
             "message": message,
@@ -71,6 +70,12 @@ def print_error(kind: str, message: str, hint: str = "", tries: Sequence[str] = 
         with suppress(OSError):  # standard output may be the reason: it is full
             print_json({"error": error})
     return exit_code
+
+
+def prints_json() -> bool:
+    """Whether the command has `--json`; False on all but the first rank of torchrun, so that there is one object."""
+    options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    return "--json" in options and os.environ.get("RANK", "0") == "0"
 
 
 def print_json(value: Any) -> None:

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM where Python or torch would swallow them: during imports, and in `__del__` and callbacks."""
 
+import json
 import os
 import signal
 import sys
@@ -9,6 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import Any
+
+from titan_tools.console import prints_json
 
 _RETRY_DELAY_SECS = 0.01  # long enough for most `__del__` methods and callbacks; if it is not, the signal is sent again
 
@@ -36,8 +39,11 @@ def exit_on_interrupt() -> Iterator[None]:
 
 def _exit(has_parent: bool, number: int, frame: FrameType | None) -> None:
     if not has_parent:  # else the parent prints the message
-        with suppress(OSError):  # stderr is closed
+        with suppress(OSError):  # stderr or stdout is closed; `print` may be what was interrupted
             os.write(2, b"error: interrupted\n")
+            if prints_json():
+                error = {"kind": "interrupted", "message": "interrupted", "hint": "", "exit_code": 130}
+                os.write(1, json.dumps({"error": error}).encode() + b"\n")
     os._exit(130)
 
 

@@ -117,7 +117,9 @@ def download(
         what = "would be downloaded again" if dry_run else "was downloaded again"
         note(f"{name}: here, it does not match the hub's checksum; it {what}")
     if report.unchecked:
-        what = f"{count(len(report.unchecked), 'file')}: the hub's checksum is of another kind; compared by size"
+        has_sizes = any(f.etag for f in report.files if f.name in report.unchecked)
+        why = "the hub's checksum is of another kind; compared by size" if has_sizes else "no checksum is recorded here"
+        what = f"{count(len(report.unchecked), 'file')}: {why}"
         note(f"{what} ({', '.join(report.unchecked[:3])}{', …' if report.unchecked[3:] else ''})")
     fetched = report.num_fetched_bytes
     here = "" if fetched == report.num_bytes else f", {format_bytes(report.num_bytes - fetched)} already downloaded"

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end a command during imports, in `__del__` and in garbage collection callbacks."""
 
+import json
 import os
 import signal
 import subprocess
@@ -37,6 +38,13 @@ def test_an_interrupt_cannot_be_swallowed_and_other_handlers_stay(handler, expec
     code = SWALLOWS_DURING_IMPORT.format(handler=handler)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_with_json_an_early_interrupt_is_an_object():
+    code = SWALLOWS_DURING_IMPORT.format(handler="signal.default_int_handler")
+    done = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True, timeout=60)
+    error = {"kind": "interrupted", "message": "interrupted", "hint": "", "exit_code": 130}
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (130, {"error": error}, "error: interrupted\n")
 
 
 def test_a_rank_leaves_the_message_to_its_parent():
