@@ -12,7 +12,7 @@ from titan_tools.memory.estimate import Estimate, RankEstimate, UnevenEstimate
 from titan_tools.memory.replay.replay import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
 from titan_tools.memory.trace.events import StepPoint
-from titan_tools.memory.verdict import Verdict
+from titan_tools.memory.verdict import FITS, Verdict
 
 _PHASES = {
     "build": "when the model is built",
@@ -93,14 +93,15 @@ def show(found: Estimate) -> None:
 
 
 def draw(found: Estimate, picture: Path) -> None:
-    """Draw a step of the fullest rank, with the limit of the GPU type if one was given."""
+    """Draw a step of the fullest rank, with the capacity of the GPU type that was given, or the smallest it fits."""
     rank = found.fullest_rank
-    gpu = found.verdicts[0].gpu if len(found.verdicts) == 1 else None
+    by_size = sorted(found.verdicts, key=lambda verdict: verdict.gpu.usable_gib)
+    gpu = next((verdict.gpu for verdict in by_size if verdict.verdict == FITS), by_size[-1].gpu)
     draw_timeline(
         found.fullest,
         picture,
         title=f"{found.job.family.name} on {found.job.dims}, pp rank {rank.pp_rank}",
-        limit=(gpu.name, round(gpu.usable_gib * GIB)) if gpu else None,
+        limit=(gpu.name, round(gpu.usable_gib * GIB)),
         labels=LABELS,
     )
 

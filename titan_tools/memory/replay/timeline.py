@@ -12,23 +12,21 @@ from titan_tools.memory.replay.replay import Peak, Replayed
 from titan_tools.memory.trace.events import StepPoint
 
 _MOST_COLUMNS = 3000  # if there are more events, several share a column, which shows the one with most allocated
-# A column is as wide as its event's bytes plus this share of an average event's, so that small ones are visible
-_LEAST_WIDTH = 0.15
 
 
 class Band(NamedTuple):
-    """The x range of a phase of one microbatch and stage."""
+    """The events of a phase of one microbatch and stage."""
 
-    begin: float
-    end: float
+    begin: int
+    end: int
     point: StepPoint
 
 
 @dataclass(slots=True)
 class Columns:
-    """A step from left (0) to right (1). Column i spans x[i] to x[i + 1]; bytes are those after its event."""
+    """A step, event by event. Column i spans the events x[i] to x[i + 1]; bytes are those after them."""
 
-    x: list[float]  # one more than there are columns
+    x: list[int]  # numbers of events, one more than there are columns
     by_part: dict[str, list[int]]  # in the given order, without parts that are always zero
     allocated: list[int]
     reserved: list[int]
@@ -63,17 +61,14 @@ def step_columns(replayed: Replayed, parts: Sequence[str], *, step: int) -> Colu
     change[rows, np.arange(len(rows))] = deltas
     by_part = held + change.cumsum(axis=1)
     allocated = by_part.sum(axis=0)
-    widths = np.abs(np.array(deltas, dtype=np.float64))
-    widths += max(widths.mean(), 1.0) * _LEAST_WIDTH
-    ends = np.concatenate([[0.0], widths.cumsum() / widths.sum()])
     starts, kept = _highest_of_each(allocated, -(-len(rows) // _MOST_COLUMNS))
     peak = int(allocated[kept].argmax())
     return Columns(
-        [*ends[starts].tolist(), 1.0],
+        [*starts, len(rows)],
         {part: by_part[row, kept].tolist() for part, row in number_of.items() if by_part[row].any()},
         allocated[kept].tolist(),
         [replayed.reserved[first + event] for event in kept],
-        _bands(points, ends),
+        _bands(points),
         peak,
         points[kept[peak]],
     )
@@ -85,20 +80,20 @@ def _highest_of_each(allocated: Any, width: int) -> tuple[list[int], list[int]]:
     return starts, [start + int(allocated[start : start + width].argmax()) for start in starts]
 
 
-def _bands(points: Sequence[StepPoint], ends: Any) -> list[Band]:
+def _bands(points: Sequence[StepPoint]) -> list[Band]:
     bands: list[Band] = []
     last = None
     for number, point in enumerate(points):
         kind = point.phase, point.microbatch, point.stage
         if kind == last:
-            bands[-1] = bands[-1]._replace(end=float(ends[number + 1]))
+            bands[-1] = bands[-1]._replace(end=number + 1)
         else:
-            bands.append(Band(float(ends[number]), float(ends[number + 1]), point))
+            bands.append(Band(number, number + 1, point))
         last = kind
     return bands
 
 
-_LIMIT_IN_VIEW = 1.5  # a limit above this × reserved is written as text: drawing it would compress the areas
+_LIMIT_IN_VIEW = 3  # a limit above this × reserved is written as text: drawing it would compress the areas
 
 # Bottom to top: what stays for the whole step, what forward keeps for backward, temporary memory
 STACK = {
@@ -140,8 +135,8 @@ def draw_timeline(
 ) -> None:
     """Draw a step, the last by default. `limit`: the GPU's name and usable bytes; `labels`: names of parts.
 
-    The path's suffix sets the format: png, svg, pdf. A trace has no clock: the x axis counts bytes that are allocated
-    and freed, so that operations on much memory are wide.
+    The path's suffix sets the format: png, svg, pdf. A trace has no clock: the x axis counts allocations and frees in
+    their order, as that of pytorch.org/memory_viz does.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -156,10 +151,10 @@ def draw_timeline(
     if limit and limit[1] <= _LIMIT_IN_VIEW * max(columns.reserved):
         top = max(top, limit[1] / GIB)
     areas.set_ylim(0, top * 1.1)
-    areas.set_xlim(0, 1)
+    areas.set_xlim(0, columns.x[-1])
     _draw_areas(areas, columns, labels or {})
     if limit:
-        at_left = columns.x[columns.peak] > 0.5  # away from the peak
+        at_left = columns.x[columns.peak] > columns.x[-1] / 2  # away from the peak
         _draw_limit(areas, *limit, is_in_view=limit[1] / GIB <= top, at_left=at_left)
     _draw_peak(areas, columns)
     _draw_bands(strip, areas, columns)
@@ -220,13 +215,14 @@ def _draw_limit(axes: Any, name: str, num_bytes: int, *, is_in_view: bool, at_le
         axes.axhline(height, color=_LIMIT, linewidth=1.4, linestyle=(0, (6, 3)))
     else:
         text, height, offset = f"{text} ↑", axes.get_ylim()[1], -12
-    at, offsets, align = ((0, height), (6, offset), "left") if at_left else ((1, height), (-6, offset), "right")
+    right = axes.get_xlim()[1]
+    at, offsets, align = ((0, height), (6, offset), "left") if at_left else ((right, height), (-6, offset), "right")
     axes.annotate(text, at, offsets, textcoords="offset points", ha=align, color=_LIMIT, fontsize=10)
 
 
 def _draw_peak(axes: Any, columns: Columns) -> None:
     x, height = columns.x[columns.peak], columns.allocated[columns.peak] / GIB
-    left, below = x > 0.5, height > 0.8 * axes.get_ylim()[1]
+    left, below = x > columns.x[-1] / 2, height > 0.8 * axes.get_ylim()[1]
     text = f"peak: {height:.2f} GiB allocated\nin {_in_words(columns.peak_point)}"
     axes.plot([x], [height], "o", color="white", markeredgecolor=_INK, markersize=6.5, zorder=5)
     axes.annotate(
@@ -261,21 +257,24 @@ def _draw_pools(axes: Any, peak: Peak) -> None:
 
 def _draw_bands(strip: Any, areas: Any, columns: Columns) -> None:
     """The phases: a strip below the areas, and faint lines where long ones begin."""
+    from matplotlib.ticker import FuncFormatter
+
     is_many = len({band.point.microbatch for band in columns.bands if band.point.microbatch >= 0}) > 1
     for begin, end, point in columns.bands:
-        width = end - begin
+        width, share = end - begin, (end - begin) / columns.x[-1]
         color = _PHASES.get(point.phase, "#e8e8e8")
         strip.broken_barh([(begin, width)], (0, 1), facecolor=color, edgecolor="white", linewidth=0.4)
         phase = point.phase.replace("_", " ")
         number = f" {point.microbatch}" if is_many and point.microbatch >= 0 else ""
         for name in (phase + number, phase[0].upper() + number.strip()):
-            if width > 0.007 * len(name) + 0.003:
+            if share > 0.007 * len(name) + 0.003:
                 strip.text(begin + width / 2, 0.46, name, ha="center", va="center", fontsize=9, color=_INK)
                 break
-        if width > 0.02 and begin > 0:
+        if share > 0.02 and begin > 0:
             areas.axvline(begin, color=_INK, linewidth=0.5, alpha=0.2)
     strip.set_ylim(0, 1)
     strip.set_yticks([])
     strip.spines[:].set_visible(False)
-    strip.tick_params(axis="x", length=0, labelbottom=False)
-    strip.set_xlabel("time order; width in proportion to the bytes allocated and freed", fontsize=9.5, color=_FAINT)
+    strip.tick_params(axis="x", length=3, labelsize=8.5, color=_FAINT, labelcolor=_FAINT)
+    strip.xaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.0f}"))
+    strip.set_xlabel("allocations and frees, in order; a trace has no clock", fontsize=9.5, color=_FAINT)

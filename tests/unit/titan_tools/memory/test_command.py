@@ -9,6 +9,8 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from converters.families import registry
 from converters.families.llama3 import LLAMA3
 from converters.sizes import GIB
 from titan_tools.memory import estimate as estimate_module
+from titan_tools.memory import report
 from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
 from titan_tools.memory.command import estimate_from_command_line, find_gpu
 from titan_tools.memory.constants import PARTS
@@ -27,9 +30,9 @@ from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
-from titan_tools.memory.verdict import assumptions_of
+from titan_tools.memory.verdict import Verdict, assumptions_of
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
+from trainer.gpus import GPUS, Gpu
 from trainer.job import resolve_job
 from trainer.loss import registry as loss_registry
 from trainer.models import registry as models
@@ -171,6 +174,24 @@ def test_a_picture_and_a_snapshot_are_written_whole(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
     assert set(pickle.loads(snapshot.read_bytes())) >= {"segments", "device_traces"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.pickle", "step.png"]
+
+
+@pytest.mark.parametrize(
+    ("judged", "drawn"),
+    [
+        ([("only", 80, "does not fit")], "only"),
+        ([("large", 180, "fits"), ("small", 80, "too close to call"), ("middle", 140, "fits")], "middle"),
+        ([("large", 180, "does not fit"), ("small", 80, "does not fit")], "large"),
+    ],
+)
+def test_the_picture_has_the_line_of_the_smallest_gpu_that_fits(monkeypatch, judged, drawn):
+    limits = []
+    monkeypatch.setattr(report, "draw_timeline", lambda *args, limit, **more: limits.append(limit))
+    verdicts = [Verdict(Gpu(name, gib, 90, 32), verdict, (0.0, 0.0)) for name, gib, verdict in judged]
+    job = SimpleNamespace(family=SimpleNamespace(name="llama3"), dims="dp_shard=8")
+    found = SimpleNamespace(fullest_rank=SimpleNamespace(pp_rank=0), verdicts=verdicts, job=job, fullest=None)
+    report.draw(found, Path("step.png"))
+    assert limits == [(drawn, {name: gib for name, gib, _ in judged}[drawn] << 30)]
 
 
 def test_a_gpu_without_float8_is_an_error():
