@@ -81,7 +81,8 @@ class ChunkedOutput:
             with torch.enable_grad():
                 chunk_1TD = wrap(h_1TD).detach().requires_grad_()
                 loss = self._loss_sum(self._project(chunk_1TD), targets_1T)
-            grad_chunk, *grads = torch.autograd.grad(loss, [chunk_1TD, *parameters])
+            with _gradients_as_computed(parameters):
+                grad_chunk, *grads = torch.autograd.grad(loss, [chunk_1TD, *parameters])
             wait_for_autograd_thread(total)
             total += loss.detach()
             grad_1TD.copy_(_local_as(grad_chunk, [Partial()]))
@@ -98,6 +99,23 @@ class ChunkedOutput:
 
     def _split(self, h_BLD: Tensor) -> Sequence[Tensor]:
         return torch.split(h_BLD.reshape(1, -1, h_BLD.shape[-1]), self._chunk_tokens, dim=1)
+
+
+@contextmanager
+def _gradients_as_computed(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let autograd return gradients in the dtype that it computes them in.
+
+    From torch 2.15 on, FSDP asks for them in the dtype in which it reduces, which is a copy of every chunk's, of twice
+    the size. Sums of chunks need none.
+    """
+    widened = [(parameter, parameter.grad_dtype) for parameter in parameters if parameter.grad_dtype != parameter.dtype]
+    for parameter, _ in widened:
+        parameter.grad_dtype = None
+    try:
+        yield
+    finally:
+        for parameter, dtype in widened:
+            parameter.grad_dtype = dtype
 
 
 def wait_for_autograd_thread(tensor: Tensor) -> None:

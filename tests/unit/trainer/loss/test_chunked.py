@@ -276,3 +276,17 @@ def test_a_model_that_does_not_end_with_its_output_is_refused(family):
     with pytest.raises(UnsupportedError, match="ends with a call of its `output` module") as text:
         step_of(model)
     assert text.value.tries == ("--training.loss plain",)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 7])
+def test_gradients_of_chunks_are_not_widened_to_what_fsdp_reduces_in(num_chunks, monkeypatch):
+    """From torch 2.15 on, FSDP's parameters ask autograd for gradients in the dtype of the reduction."""
+    (h_BLD, targets_BL), output = sample(torch.bfloat16), make_output(torch.bfloat16)
+    output.weight.grad_dtype = torch.float32
+    grad, seen = torch.autograd.grad, []
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: seen.append(grad(*args)) or seen[-1])
+    with chunk(output, num_chunks=num_chunks).given(targets_BL):
+        output(h_BLD)
+    of_weight = [found[1] for found in seen if len(found) == 2]
+    assert [gradient.dtype for gradient in of_weight] == [torch.bfloat16] * num_chunks
+    assert output.weight.grad_dtype == torch.float32
