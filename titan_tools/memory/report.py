@@ -18,10 +18,18 @@ _PHASES = {
     "build": "when the model is built",
     "states": "when optimizer states are created",
     "reduce": "when a pipeline step's gradients are reduced",
+    "reduced": "when a pipeline step's gradients are reduced",
     "clip": "when gradients are clipped",
     "optimizer": "in the optimizer's update",
     "zero_grad": "when gradients are freed",
     "validation": "in validation",
+}
+_OF_MICROBATCHES = {
+    "weight": "weights' gradients",
+    "receive_input": "input",
+    "receive_gradient": "output's gradient",
+    "output_sent": "sent output",
+    "gradient_sent": "sent gradient",
 }
 _MODULES = {
     "": "the model",
@@ -36,7 +44,7 @@ def in_words(point: StepPoint) -> str:
     """A point of the step in words, such as `backward of layers.31, microbatch 2 of stage 1`; counted from 0."""
     if point.phase in _PHASES:
         return _PHASES[point.phase]
-    what = {"weight": "weights' gradients"}.get(point.phase, point.phase)
+    what = _OF_MICROBATCHES.get(point.phase, point.phase)
     text = f"{what} of {_MODULES.get(point.module, point.module)}"
     if point.microbatch > 0 or point.stage > 0:
         text += f", microbatch {point.microbatch}"

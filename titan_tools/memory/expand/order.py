@@ -10,12 +10,15 @@ from unittest.mock import patch
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titan_tools.memory.schedules import loop_actions, planned_actions
+from titan_tools.memory.schedules import allocates_on_receipt, loop_actions, planned_actions
 from titan_tools.memory.trace.tracking import PHASES
 from trainer.parallel.stages import StageSplit
 
 NO_MICROBATCH = -1
 Context = tuple[Any, ...]  # see Order.contexts
+_TRANSFERS = tuple(PHASES[name] for name in PHASES if name.startswith(("RECV", "WAIT")))
+# Backwards since the last forward up to which a loop frees what it received before it receives more
+_STEADY = {"backward": 0, PHASES["RECV_B"]: 1}
 _FEWEST_MICROBATCHES = 2  # the first one, and one for all others
 _MOST_MICROBATCHES = 6
 
@@ -23,7 +26,7 @@ _MOST_MICROBATCHES = 6
 class RankAction(NamedTuple):
     """An action of a rank, as its points identify it. A send belongs to the forward or backward before it."""
 
-    phase: str  # forward, backward, weight, reduce; end: all microbatches are done
+    phase: str  # one of trace/tracking.py's PHASES; end: all microbatches are done
     part: int  # which of the rank's stages, from 0
     microbatch: int  # NO_MICROBATCH for an action on the stage as a whole
 
@@ -48,22 +51,30 @@ class Order:
     def contexts(self) -> list[Context]:
         """What decides the events of each action: in one context they are the same, relative to earlier actions.
 
-        The first of a kind allocates what later ones add to; a loop's local variables keep the newest forward's output;
-        and if FSDP reshards after forward, it gathers again or not depending on its stage's last action.
+        The first of a kind allocates what later ones add to; a loop's local variables keep the newest forward's output,
+        and without a forward in between the gradient received for a backward, until the next one is received; and if
+        FSDP reshards after forward, it gathers again or not depending on its stage's last action.
         """
         seen: Counter[tuple[Any, ...]] = Counter()
         last_of_part: dict[int, str] = {}
         newest: dict[int, int] = {}
+        num_backwards = 0  # since the last forward
         found = []
         for action in self.actions:
             phase, part, microbatch = action
             kept_by_loop = not self.planned and phase == "backward" and newest.get(part) == microbatch
-            before = last_of_part.get(part, "") if self.reshards else ""
-            found.append((action.kind, min(seen[action.kind], 1), kept_by_loop, before))
+            is_steady = num_backwards <= _STEADY.get(phase, num_backwards)
+            is_late = not (self.planned or is_steady) and allocates_on_receipt()
+            is_computed = phase not in _TRANSFERS
+            before = last_of_part.get(part, "") if self.reshards and is_computed else ""
+            found.append((action.kind, min(seen[action.kind], 1), kept_by_loop, is_late, before))
             seen[action.kind] += 1
-            last_of_part[part] = phase
+            if is_computed:
+                last_of_part[part] = phase
             if phase == "forward":
                 newest[part] = microbatch
+                num_backwards = 0
+            num_backwards += phase == "backward"
         return found
 
 
@@ -110,7 +121,7 @@ def _of_plan(planned: Sequence[Any], stages: Sequence[int], num_microbatches: in
     actions = []
     for action in planned:
         name = action.computation_type.value
-        if name in PHASES and not name.startswith(("SEND", "RECV", "WAIT")):
+        if name in PHASES and not name.startswith("SEND"):
             microbatch = NO_MICROBATCH if action.microbatch_index is None else action.microbatch_index
             actions.append(RankAction(PHASES[name], part_of[action.stage_index], microbatch))
     return Order((*actions, END), num_microbatches, reshards, planned=tuple(planned))

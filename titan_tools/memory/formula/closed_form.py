@@ -20,6 +20,9 @@ from titan_tools.memory.formula.passes import (
     forward,
     gather_stage,
     gathered_for_output,
+    output_sent,
+    receive_gradient,
+    receive_input,
     reduce_stage,
     reshard_stage,
 )
@@ -46,8 +49,12 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu) -> Iterator[Instant]:
     rank = Rank(run, groups, activations(run, gpu), loss_bytes(run), gpu)
     for _ in range(run.num_accumulated):
         rank.of_inputs.clear()
+        rank.inputs.clear()
         for action in order:
             yield from _INSTANTS[action.kind](rank, action)
+    if not run.keeps_buffers:
+        rank.of_inputs.clear()
+        rank.inputs.clear()
     yield rank.instant("optimizer step", optimizer=_optimizer_bytes(rank))
     if run.validation_samples:
         yield _validation(rank)
@@ -61,6 +68,9 @@ _INSTANTS: dict[Kind, Callable[[Rank, Action], Iterator[Instant]]] = {
     "gather": gather_stage,
     "reshard": reshard_stage,
     "reduce": reduce_stage,
+    "RECV_F": receive_input,
+    "RECV_B": receive_gradient,
+    "WAIT_SEND_F": output_sent,
 }
 
 

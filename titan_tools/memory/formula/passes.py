@@ -1,6 +1,6 @@
 """Instants of the forward and backward passes of a microbatch, and of FSDP's gathers and reductions of whole stages.
 
-Forward (torch/distributed/pipelining/schedules.py, _PipelineScheduleRuntime, 2.11 to 2.13): a pipeline with several
+Forward (torch/distributed/pipelining/schedules.py, _PipelineScheduleRuntime, 2.11 to 2.15): a pipeline with several
 stages per rank gathers a stage ahead of its actions and reshards it afterwards.
 
 Split backward (torch/distributed/pipelining/_backward.py, 2.13: stage_backward_input, stage_backward_weight): the
@@ -9,7 +9,7 @@ operation that has a weight. The second goes through these operations from the f
 kept until its end. The inputs of the first stage have no gradients: there the second part is a whole backward.
 
 Reduction: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (foreach_reduce) and _fsdp_param_group.py, 2.11 to
-2.13.
+2.15.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from titan_tools.memory.formula.activations import BlockTensors, block_tensors, embedding_backward_bytes
 from titan_tools.memory.formula.rank import FsdpGroup, Instant, Key, Rank
 from titan_tools.memory.formula.run_shape import FP32, RunShape
-from titan_tools.memory.schedules import Action
+from titan_tools.memory.schedules import LOOPS, Action
 
 
 def gather_stage(rank: Rank, action: Action) -> Iterator[Instant]:
@@ -41,6 +41,27 @@ def reshard_stage(rank: Rank, action: Action) -> Iterator[Instant]:
     for group in rank.groups[action.stage]:
         rank.gathered.pop(group.name, None)
     yield rank.instant("a stage is resharded")
+
+
+def receive_input(rank: Rank, action: Action) -> Iterator[Instant]:
+    """A stage that keeps no buffers allocates one, unless the stage before is on the same rank."""
+    if action.stage > 0 and action.stage - 1 not in rank.groups:
+        rank.inputs[action.stage, action.microbatch] = rank.sizes.stream
+    yield from ()
+
+
+def receive_gradient(rank: Rank, action: Action) -> Iterator[Instant]:
+    """The same for the gradient of its output."""
+    if not rank.is_last(action.stage) and action.stage + 1 not in rank.groups:
+        rank.output_gradients[action.stage, action.microbatch] = rank.sizes.stream
+    yield from ()
+
+
+def output_sent(rank: Rank, action: Action) -> Iterator[Instant]:
+    """A stage that keeps no buffers frees what it sent: before its backward, in LOOPS."""
+    if not rank.run.keeps_buffers and not rank.is_last(action.stage):
+        rank.kept[action.stage, action.microbatch] -= rank.sizes.stream
+    yield from ()
 
 
 def forward(rank: Rank, action: Action) -> Iterator[Instant]:
@@ -90,8 +111,8 @@ def _kept_by_stage(rank: Rank, stage: int) -> int:
     kept += rank.sizes.final_norm if "norm" in rank.run.stages[stage] else 0
     kept += sum(rank.casts(group) for group in rank.groups[stage] if rank.is_kept_whole(group))
     if stage > 0:
-        kept -= stream  # the first block's input is the receive buffer
-    if not rank.is_last(stage) and stage + 1 not in rank.groups:
+        kept -= stream  # the first block's input is the receive buffer, or the stage's before
+    if not rank.is_last(stage) and (stage + 1 not in rank.groups or not rank.run.keeps_buffers):
         kept += stream  # the stage's output, kept until its backward
     return kept
 
@@ -113,6 +134,27 @@ def backward(rank: Rank, action: Action) -> Iterator[Instant]:
             yield from gradients_made(rank, group, "the embedding")
     rank.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
     rank.all_reduced.clear()
+    _forget_received(rank, key)
+    _pass_gradient(rank, action)
+
+
+def _forget_received(rank: Rank, key: Key) -> None:
+    """After its backward. The losses, which are kept until the step ends, have graphs that refer to the last inputs."""
+    if not rank.is_last(key[0]):
+        rank.inputs.pop(key, None)
+    rank.output_gradients.pop(key, None)
+
+
+def _pass_gradient(rank: Rank, action: Action) -> None:
+    """What a backward computes of its input: it is sent, or becomes the gradient of the output of this rank's stage.
+
+    A planned schedule refers to what it sends until the step ends, of a split backward or from torch 2.15 on.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    if stage - 1 in rank.groups:
+        rank.output_gradients[stage - 1, microbatch] = rank.sizes.stream
+    elif stage > 0 and (action.kind == "I" or not rank.run.keeps_buffers and rank.run.schedule not in LOOPS):
+        rank.of_inputs[stage, microbatch] = rank.sizes.stream
 
 
 def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathered: int) -> Iterator[Instant]:
@@ -125,12 +167,14 @@ def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathe
             when,
             activations=-moment.released,
             recompute=moment.recompute + (0 if is_kept else casts),
-            gradients=min(moment.gradients, one_by_one) if rank.adds_up(group) else moment.gradients,
+            gradients=min(moment.gradients, one_by_one)
+            if rank.adds_up(group)
+            else rank.as_left(group, moment.gradients),
             all_gather=gathered,
             workspaces=moment.workspaces,
         )
     rank.kept[key] -= sizes.kept[layer] + (casts if is_kept else 0)
-    made = 0 if rank.adds_up(group) else group.full_elements * rank.run.gradient_bytes
+    made = 0 if rank.adds_up(group) else rank.as_left(group, group.full_elements * rank.run.gradient_bytes)
     if not rank.run.compiles_model:
         held = casts + _held_at_first_products(block_tensors(rank.run), rank.run)
         yield rank.instant(f"{when}'s first products", recompute=held, gradients=made, all_gather=gathered)
@@ -179,6 +223,8 @@ def _backward_of_loss(rank: Rank, key: Key, groups: list[FsdpGroup]) -> Iterator
     for when, size in rank.loss.backward:
         yield rank.instant(when, logits_and_loss=size, all_gather=gathered if run.loss_chunks else 0)
     rank.whole_gradients = ends.full_elements * run.gradient_bytes
+    if run.sums_at_once and run.uses_pipeline and run.uses_fsdp:
+        rank.whole_gradients += 0 if rank.adds_up(ends) else ends.full_elements * FP32  # cast
     yield rank.instant("backward of the output", logits_and_loss=rank.loss.output_backward, all_gather=gathered)
     rank.kept[key] -= rank.sizes.final_norm + (rank.sizes.hidden if rank.loss.keeps_hidden else 0)
     if "tok_embeddings" not in ends.name:
@@ -222,7 +268,7 @@ def backward_of_inputs(rank: Rank, action: Action) -> Iterator[Instant]:
         yield rank.instant(f"backward of {which} block's inputs", recompute=made)
     if rank.is_last(action.stage):
         rank.kept_loss[key] = loss.kept_for_weights
-    rank.of_inputs[key] = 0 if action.stage - 1 in rank.groups else t.stream
+    _pass_gradient(rank, action)
     yield rank.instant("end of the backward of inputs")
 
 
@@ -236,6 +282,9 @@ def backward_of_weights(rank: Rank, action: Action) -> Iterator[Instant]:
     num_blocks = sum(group.layer is not None for group in groups)
     del rank.kept[key], rank.waiting[key]
     made = sum(group.full_elements for group in groups) * rank.run.gradient_bytes if rank.run.uses_fsdp else 0
+    if rank.run.sums_at_once and rank.run.uses_fsdp:
+        rank.added_up |= {group.name: group.full_elements * FP32 for group in groups}
+        made = 0
     scaled = rank.kept_loss.pop(key, 0)
     yield rank.instant(
         "backward of the last weights",
@@ -245,10 +294,11 @@ def backward_of_weights(rank: Rank, action: Action) -> Iterator[Instant]:
     )
     for group in groups:
         if rank.run.uses_fsdp:
-            made -= rank.whole_bytes(group)
+            made -= 0 if rank.run.sums_at_once else rank.whole_bytes(group)
             yield from add_up(rank, group, "a stage", recompute=made)
         else:
             rank.shards[group.name] = group.full_elements * rank.run.param_bytes
+    _forget_received(rank, key)
 
 
 def _waiting(t: BlockTensors, run: RunShape) -> int:
@@ -286,7 +336,7 @@ def gradients_made(rank: Rank, group: FsdpGroup, what: str) -> Iterator[Instant]
 def add_up(rank: Rank, group: FsdpGroup, what: str, **parts: int) -> Iterator[Instant]:
     """Torch's stages reduce once, after the last microbatch: until then unsharded fp32 gradients.
 
-    Those of the first microbatch are cast one after another.
+    Those of the first microbatch are cast one after another: when all are there, or each when it is made.
     """
     is_first = group.name not in rank.added_up
     rank.added_up[group.name] = group.full_elements * FP32
@@ -294,6 +344,8 @@ def add_up(rank: Rank, group: FsdpGroup, what: str, **parts: int) -> Iterator[In
     in_place = max(group.full_sizes) * FP32  # autograd adds one after another
     whole = in_place if rank.run.compute_bytes == FP32 else rank.whole_bytes(group)
     made = _cast_in_turn(rank, group) if is_first else whole
+    if rank.run.sums_at_once:
+        made = max(group.full_sizes) * rank.run.compute_bytes
     yield rank.instant(f"gradients of {what} added up", gradients=made, **parts)
 
 
@@ -349,9 +401,9 @@ def _reduce_scatter(rank: Rank, group: FsdpGroup, what: str, *, whole: int) -> I
     rank.gathered.pop(group.name, None)
     yield rank.instant(f"gradients of {what} reduced", gradients=whole)
     scaled = rank.pending_reduce if run.mesh.fsdp == 1 and run.mesh.dp_replicate > 1 else 0
-    # On several ranks foreach_reduce's loop over parameters still refers to the last gradient. That of a norm is
-    # negligible: a block's, and that of a tied output, are not
-    last = group.full_sizes[-1] if group.layer is None else 0
+    # On several ranks foreach_reduce's loop over parameters still refers to the last gradient, before torch 2.15. That
+    # of a norm is negligible: a block's, and that of a tied output, are not
+    last = group.full_sizes[-1] if group.layer is None and not run.sums_at_once else 0
     named_last = whole // group.full_elements * last if run.mesh.fsdp > 1 else 0
     result = group.local_elements * FP32
     yield rank.instant(f"gradients of {what} reduced", gradients=result + named_last, reduce_scatter=scaled)

@@ -116,7 +116,9 @@ class Rank:
     kept: dict[Key, int] = field(default_factory=dict)  # activations in flight
     kept_loss: dict[Key, int] = field(default_factory=dict)
     waiting: dict[Key, int] = field(default_factory=dict)  # gradients of activations, for those of weights
-    of_inputs: dict[Key, int] = field(default_factory=dict)  # a split backward's results, held until the step ends
+    of_inputs: dict[Key, int] = field(default_factory=dict)  # gradients of inputs, held until the step ends
+    inputs: dict[Key, int] = field(default_factory=dict)  # received for a forward, where stages do not keep buffers
+    output_gradients: dict[Key, int] = field(default_factory=dict)  # the same for a backward
     gathered: dict[str, int] = field(default_factory=dict)  # by group
     gathering: dict[str, int] = field(default_factory=dict)  # by group: flat all-gather results before they are copied
     shards: dict[str, int] = field(default_factory=dict)  # gradients by group, as the optimizer takes them
@@ -154,8 +156,11 @@ class Rank:
     def _pipeline_buffers(self) -> int:
         """Torch's stages receive into one buffer per microbatch and direction, allocated once and kept.
 
-        What a stage passes to the next one on the same rank replaces such a buffer until the next step.
+        What a stage passes to the next one on the same rank replaces such a buffer until the next step. From 2.15 on,
+        a buffer is there from when it is received until its backward is done.
         """
+        if not self.run.keeps_buffers:
+            return sum(self.inputs.values()) + sum(self.output_gradients.values())
         last = len(self.run.stages) - 1
         ends = sum((stage > 0) + (stage < last) for stage in self.groups)
         return ends * self.run.num_microbatches * self.sizes.stream
@@ -167,6 +172,11 @@ class Rank:
     def whole_bytes(self, group: FsdpGroup) -> int:
         """Of a group's gradients before they are reduced, as backward leaves them under FSDP."""
         return group.full_elements * self.run.compute_bytes
+
+    def as_left(self, group: FsdpGroup, num_bytes: int) -> int:
+        """Of new gradients of a group as backward leaves them: as sums in fp32 if FSDP adds up at once."""
+        starts_sum = self.run.sums_at_once and self.run.uses_fsdp and self.run.uses_pipeline
+        return num_bytes * FP32 // self.run.gradient_bytes if starts_sum else num_bytes
 
     def casts(self, group: FsdpGroup) -> int:
         """Of the casts of a group's weights that its products keep; 0 under FSDP, which gathers them cast."""
@@ -180,9 +190,9 @@ class Rank:
         return stage == len(self.run.stages) - 1
 
     def adds_up(self, group: FsdpGroup) -> bool:
-        """Whether a weight's new gradient is added to an earlier one at once: without FSDP, or if it needs no cast."""
+        """Whether a weight's new gradient is added to an earlier one at once; under FSDP if it needs no cast first."""
         if self.run.uses_copies:
             return group.name in self.shards and not self.run.compiles_model
         if self.run.uses_fsdp:
-            return self.run.compute_bytes == FP32 and group.name in self.added_up
+            return (self.run.sums_at_once or self.run.compute_bytes == FP32) and group.name in self.added_up
         return group.name in self.shards

@@ -6,12 +6,13 @@ from typing import Literal
 from converters.dtypes import itemsize
 from converters.families.base import Family, ModelArgs, Role
 from converters.mesh_shape import MeshShape
+from titan_tools.memory.schedules import allocates_on_receipt
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.job import Job
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
 from trainer.parallel.float8 import float8_filters, is_float8
-from trainer.parallel.fsdp import computes_in_copies, is_fsdp, keeps_gathered
+from trainer.parallel.fsdp import computes_in_copies, is_fsdp, keeps_gathered, sums_at_once
 
 FP32 = 4  # bytes
 
@@ -65,6 +66,8 @@ class RunShape:
     float8: Float8Products | None = None
     uses_copies: bool = False  # one rank casts its weights as FSDP2, but reduces nothing: trainer/parallel/one_rank.py
     splits_keys: bool = False  # context parallel: cuDNN attends to the keys before a chunk and to its own separately
+    keeps_buffers: bool = True  # stages keep a buffer for each receive, and what they sent: torch before 2.15
+    sums_at_once: bool = False  # FSDP adds a gradient to its fp32 sum when it is made: from torch 2.15 on
     cpu_attention: bool = False  # a CPU's kernels: context parallel's masks are tensors, and no buffers in backward
     has_head_norms: bool = field(init=False)  # every head of q and k is normalized before attention
 
@@ -135,6 +138,8 @@ def run_shape(job: Job) -> RunShape:
         compiles_model=compiles(config.compile, "model"),
         compiles_loss=compiles(config.compile, "loss"),
         float8=_float8(config, is_tied=args.tied),
+        keeps_buffers=dims.pp == 1 or not allocates_on_receipt(),
+        sums_at_once=sums_at_once(),
     )
 
 

@@ -35,7 +35,7 @@ class StepPoint(NamedTuple):
     """A point of a step. All events of a segment are at one point; a point may occur again within a step."""
 
     step: int  # 0: before the first; then from 1
-    phase: str  # build, forward, backward, weight (of a split backward), reduce, clip, optimizer, zero_grad, validation
+    phase: str  # build, states, one of tracking.py's PHASES, clip, optimizer, zero_grad, validation
     stage: int = 0
     microbatch: int = 0  # within a step, over all accumulated batches; -1: none
     module: str = ""  # FQN: tok_embeddings, layers.N, norm, output; "" outside of the model

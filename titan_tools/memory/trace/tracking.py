@@ -3,7 +3,8 @@
 In a pipeline the point is set at each action and stays until the next one, as the schedule's loop keeps its local
 variables: what the loop sends or frees after a microbatch is at that microbatch's point, with no module. Actions of a
 stage as a whole have microbatch -1: phase `forward` where FSDP gathers a stage ahead, `backward` where it reshards the
-stage, `reduce` where the stage's gradients are reduced.
+stage, `reduce` where the stage's gradients are reduced. Receiving, and the end of a send or a reduction, have phases of
+their own: from torch 2.15 on, buffers are allocated and freed there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,18 @@ from trainer.parallel.one_rank import ComputeCopy
 
 # By the actions' names in torch's pipeline schedules; those of WAIT_ are new in torch 2.15
 PHASES = {
-    **dict.fromkeys(("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD"), "forward"),
-    **dict.fromkeys(("B", "I", "SEND_B", "WAIT_SEND_B", "RECV_B", "RESHARD"), "backward"),
+    **dict.fromkeys(("F", "SEND_F", "UNSHARD"), "forward"),
+    **dict.fromkeys(("B", "I", "SEND_B", "RESHARD"), "backward"),
     "W": "weight",
-    **dict.fromkeys(("REDUCE_GRAD", "WAIT_REDUCE_GRAD"), "reduce"),
+    "RECV_F": "receive_input",
+    "RECV_B": "receive_gradient",
+    "WAIT_SEND_F": "output_sent",
+    "WAIT_SEND_B": "gradient_sent",
+    "REDUCE_GRAD": "reduce",
+    "WAIT_REDUCE_GRAD": "reduced",
 }
 NO_STAGE = -1
-_NEW_IN_2_15 = {"allocate_buffer", "_output_slot_is_releasable"}
+_NEW_IN_2_15 = {"allocate_buffer", "_output_slot_is_releasable", "release_fwd_send_outputs"}
 _PLAIN = Tensor()
 _STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
 
@@ -217,6 +223,22 @@ def _receive(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> An
         return own(*args, **kwargs)
 
 
+def _start_receiving(
+    phase: str, own: Function, recorder: Recorder, stage: _PipelineStageBase, microbatch: int, *args: Any, **kwargs: Any
+) -> Any:
+    _set_point(recorder, phase, stage.stage_index, microbatch)
+    return own(stage, microbatch, *args, **kwargs)
+
+
+def _release(
+    own: Function, recorder: Recorder, stage: _PipelineStageBase, microbatch: int, *args: Any, **kwargs: Any
+) -> None:
+    before = recorder.point
+    _set_point(recorder, "output_sent", stage.stage_index, microbatch)
+    own(stage, microbatch, *args, **kwargs)
+    recorder.point = before
+
+
 def _is_released(own: Function, recorder: Recorder, stage: _PipelineStageBase, output: Any) -> Any:
     """From torch 2.15 on, a plain tensor is released once it is sent; a fake one stands for a plain one."""
     return own(stage, _PLAIN if type(output) is FakeTensor else output)
@@ -242,6 +264,9 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (_defining(PipelineStage, "_prepare_backward_infra"), "_prepare_backward_infra", _make_buffers),
     (stages._RecvInfo, "allocate_buffer", _receive),
     (_PipelineStageBase, "_output_slot_is_releasable", _is_released),
+    (_PipelineStageBase, "release_fwd_send_outputs", _release),
+    (_PipelineStageBase, "get_fwd_recv_ops", partial(_start_receiving, PHASES["RECV_F"])),
+    (_PipelineStageBase, "get_bwd_recv_ops", partial(_start_receiving, PHASES["RECV_B"])),
     (_PipelineStageBase, "forward_one_chunk", partial(_compute_chunk, "forward")),
     (_PipelineStageBase, "backward_one_chunk", partial(_compute_chunk, "backward")),
     (_PipelineStageBase, "backward_weight_one_chunk", partial(_compute_chunk, "weight")),

@@ -325,11 +325,13 @@ def test_accumulation_adds_the_gradients_of_earlier_passes():
     assert (twice - once) == pytest.approx(shards, rel=0.001)
 
 
-def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
+@pytest.mark.parametrize("keeps_buffers", [True, False])
+def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow(keeps_buffers):
     def kept(schedule):
         words = f"""--parallelism.pipeline_parallel_degree=4 --parallelism.pipeline_parallel_schedule={schedule}
             --training.local_batch_size=16 --activation_checkpoint.mode=full --parallelism.tensor_parallel_degree=1"""
         shape = run_shape(resolve_job(load_config("llama3_8b", words.split()), world_size=32))
+        shape = replace(shape, keeps_buffers=keeps_buffers)
         return [
             max(i.parts.get("activations", 0) for i in instants(shape, pp_rank=rank, gpu=GPUS["h200"]))
             for rank in range(3)
@@ -339,7 +341,10 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
     per_microbatch = [8 + 1, 9, 8]
     one_input, rotary = 8192 * 4096 * 2, 8192 * 128 * 4
     kept_by_one = [one_input * each + rotary for each in per_microbatch]
-    assert kept("1F1B") == [n * each for n, each in zip((4, 3, 2), kept_by_one, strict=True)]
+    # from torch 2.15 on the output is freed once it is sent, which 1F1B waits for after the next forward
+    sent = (0, 0, 0) if keeps_buffers else (2, 1, 0)
+    expected = [n * each - m * one_input for n, each, m in zip((4, 3, 2), kept_by_one, sent, strict=True)]
+    assert kept("1F1B") == expected
     assert kept("GPipe") == [16 * each for each in kept_by_one]
 
 

@@ -9,6 +9,7 @@ from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.expand import ranks as pipeline_ranks
 from titan_tools.memory.expand.order import END, orders_of_ranks, shortest
 from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_ranks, traced_kinds
+from titan_tools.memory.schedules import allocates_on_receipt
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
@@ -31,7 +32,7 @@ CONFIGS = {
     "Interleaved1F1B, TP": ("Interleaved1F1B", [TP], [0]),
     "LoopedBFS, FSDP": ("LoopedBFS", [FSDP], [0]),
     "InterleavedZeroBubble": ("InterleavedZeroBubble", [], [0]),
-    "ZBVZeroBubble": ("ZBVZeroBubble", [], [1]),
+    "ZBVZeroBubble, FSDP": ("ZBVZeroBubble", [FSDP], [0]),
 }
 
 
@@ -71,7 +72,7 @@ def assert_composed(job: Job, pp_ranks: list[int], monkeypatch) -> None:
                 assert trace == whole, pp_rank
 
 
-QUICK = {"GPipe", "1F1B, gathered anew", "Interleaved1F1B, FSDP", "ZBVZeroBubble"}
+QUICK = {"GPipe", "1F1B, gathered anew", "Interleaved1F1B, FSDP", "ZBVZeroBubble, FSDP"}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,8 @@ def test_a_short_order_has_all_that_comes_in_the_full_one(schedule):
     for ranks in kinds_of_ranks(job):
         of_kind = [orders[rank] for rank in ranks]
         _, short = shortest(of_kind, schedule)
-        assert short.num_microbatches <= 3
+        # 1F1B's loop refers to what it received for a backward until the next backward, if no forward comes before it
+        assert short.num_microbatches <= (4 if allocates_on_receipt() and schedule == "1F1B" else 3)
         assert set().union(*(order.contexts() for order in of_kind)) <= set(short.contexts())
     for order in orders.values():
         forwards = [action for action in order.actions if action.phase == "forward" and action.microbatch >= 0]
