@@ -27,11 +27,13 @@ class Recorded:
     """Settings of the run that wrote a checkpoint, by config key.
 
     `is_partial`: another tool or an earlier titan wrote it, and these are the few that follow from its other values.
+    `left_batch`: samples of its steps, if known, where its progress is not loaded.
     """
 
     path: Path
     settings: Mapping[str, Any]
     is_partial: bool
+    left_batch: int | None = None
 
 
 def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
@@ -63,20 +65,28 @@ def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -
 
         text, has_data = value(SETTINGS), DATALOADER not in excluded
         implied = _of_optimizer(value, (*catalog.blobs, *reader.tensors))
-        if TRAIN_STATE in excluded:
-            return Recorded(path, implied, is_partial=False)
-        if isinstance(text, str):
-            try:
-                settings = dict(json.loads(text))
-            except ValueError as error:
-                raise CheckpointError(f"{path}: {SETTINGS} is damaged: {error}") from None
-            return Recorded(path, settings if has_data else _without_data(settings), is_partial=False)
         fingerprint = value(f"{DATALOADER}.fingerprint")
+        if TRAIN_STATE in excluded:
+            left_batch = None
+            with suppress(CheckpointError):  # it is not loaded, and may be what is damaged
+                is_recorded = isinstance(text, str)
+                left_batch = _parsed(path, text).get(BATCH) if is_recorded else _batch(value, fingerprint, seq_len)
+            return Recorded(path, implied, is_partial=False, left_batch=left_batch)
+        if isinstance(text, str):
+            settings = _parsed(path, text)
+            return Recorded(path, settings if has_data else _without_data(settings), is_partial=False)
         if isinstance(fingerprint, str) and fingerprint.endswith(STREAMS):
             implied[NUM_STREAMS] = int(fingerprint.removesuffix(STREAMS).rpartition("/")[2])
         if batch := _batch(value, fingerprint, seq_len):
             implied[BATCH] = batch
         return Recorded(path, implied if has_data else _without_data(implied), is_partial=True)
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {SETTINGS} is damaged: {error}") from None
 
 
 def _without_data(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,18 @@ def test_a_global_batch_that_is_set_wins_and_is_printed(capsys):
     assert changes(was, now, capsys) == ["changed since step-50: training.global_batch_size = 16, was 8"]
 
 
+def test_a_new_run_says_that_it_keeps_no_batch(capsys):
+    left = Recorded(STEP, {}, is_partial=False, left_batch=8)
+    now = job_of(training={"local_batch_size": 4}, checkpoint={"exclude_from_loading": ("train_state",)})
+    assert resumed_job(now, left) == now
+    assert capsys.readouterr().err == (
+        "training.global_batch_size = 4 in this new run, not 8 as up to step-50: checkpoint.exclude_from_loading has"
+        " train_state\n"
+    )
+    resumed_job(job_of(training={"local_batch_size": 8}), left)
+    assert capsys.readouterr().err == ""
+
+
 def test_the_streams_of_c4_are_kept_and_must_divide(capsys):
     c4 = {"dataset": "c4", "local_batch_size": 1, "global_batch_size": 960}
     was = job_of(96, training=c4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from converters.errors import CheckpointError
 from trainer.checkpoints.recorded import first_recorded, read_recorded
 
 GROUP = {"decoupled_weight_decay": True, "initial_lr": 2e-3, "lr": 1e-5, "eps": 1e-6, "weight_decay": 0.2}
@@ -42,7 +43,15 @@ def test_what_is_recorded_counts(tmp_path):
     assert (found.settings, found.is_partial) == (settings, False)
     anew = read_recorded(path, excluded=("dataloader",), seq_len=64)
     assert anew.settings == {key: value for key, value in settings.items() if key != "training.dataset_streams"}
-    assert read_recorded(path, excluded=("train_state",), seq_len=64).settings == OF_GROUP  # a new run's batch is free
+    new_run = read_recorded(path, excluded=("train_state",), seq_len=64)
+    assert (new_run.settings, new_run.left_batch) == (OF_GROUP, 8)  # its batch is free
+
+
+def test_progress_that_is_not_loaded_may_be_damaged(tmp_path):
+    path = save(tmp_path / "a", train_state={"step": 5, "settings": "{"}, dataloader=index(10))
+    assert read_recorded(path, excluded=("train_state",), seq_len=64).left_batch is None
+    with pytest.raises(CheckpointError, match="settings is damaged"):
+        read_recorded(path, seq_len=64)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +68,8 @@ def test_what_is_recorded_counts(tmp_path):
 def test_an_earlier_checkpoints_batch_follows_from_its_samples(tmp_path, train_state, consumed, batch):
     found = read_recorded(save(tmp_path / "a", train_state=train_state, dataloader=index(consumed)), seq_len=7)
     assert found.is_partial
+    left = read_recorded(tmp_path / "a", excluded=("train_state",), seq_len=7)
+    assert left.left_batch == batch
     assert found.settings == OF_GROUP | ({} if batch is None else {"training.global_batch_size": batch})
 
 
