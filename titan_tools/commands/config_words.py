@@ -12,7 +12,7 @@ _CONFIG_FILE = "job.config_file"  # torchtitan's way to name the config
 
 
 def check_words(context: typer.Context, config: str) -> None:
-    """Raise ConfigError where an option stands in the place of CONFIG, or is one of another command with a CONFIG.
+    """Raise ConfigError where an option stands in the place of CONFIG or OUT, or is one of another command.
 
     Other unknown words are left to `load_config`, which knows the keys.
     """
@@ -32,11 +32,32 @@ def check_words(context: typer.Context, config: str) -> None:
             raise ConfigError(
                 f"{command} has no option {option}", tries=[f"{other} CONFIG {option}" for other in others]
             )
+    out = [str(context.params["out"])] if "out" in context.params else []  # of `titan seed`
     if name.startswith("--"):
         raise ConfigError(
             f"the config comes before the overrides, but {config!r} came first",
-            tries=[f"{command} CONFIG {shlex.join([config, *context.args])}"],
+            tries=[f"{command} CONFIG {shlex.join([config, *out, *context.args])}"],
         )
+    if out and out[0].startswith("--"):
+        _check_missing_out(command, config, [*out, *context.args])
+
+
+def _check_missing_out(command: str, config: str, words: list[str]) -> None:
+    """Raise ConfigError: `words` begin with an override, which stands in the place of OUT."""
+    from trainer.config.load import load_config
+
+    values = [n for n, word in enumerate(words) if not word.startswith("--")]
+    after_values = [n for n in values if n - 1 in values or "=" in words[n - 1]]
+    if after_values:
+        out = words.pop(after_values[0])
+        raise ConfigError(
+            f"OUT comes before the overrides, but {words[0]!r} came first",
+            tries=[f"{command} {shlex.join([config, out, *words])}"],
+        )
+    load_config(config, words)  # whose errors come first
+    raise ConfigError(
+        f"OUT is missing: {words[0]!r} stands in its place", tries=[f"{command} {config} OUT {shlex.join(words)}"]
+    )
 
 
 def _options_beside_config(context: typer.Context) -> Iterator[tuple[str, set[str]]]:

@@ -79,12 +79,30 @@ def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, mess
         ("estimate-memory --job.config_file run.toml", "titan estimate-memory run.toml"),
         ("config check --training.steps 5", "titan config check CONFIG --training.steps 5"),
         ("seed debug out --dry-run", "titan train CONFIG --dry-run"),
+        ("seed debug --training.steps 5", "titan seed debug OUT --training.steps 5"),
+        ("seed debug --training.steps 5 out", "titan seed debug out --training.steps 5"),
+        ("seed debug --training.steps=5 out --workers 2", "titan seed debug out --training.steps=5"),
+        ("seed --training.steps 5 debug out", "titan seed CONFIG --training.steps 5 debug out"),
         ("config show debug --nproc 4", "titan train CONFIG --nproc"),
     ],
 )
 def test_a_misplaced_option_names_the_right_command(titan, tmp_path, arguments, tried):
     code, out, err = titan(*arguments.split())
     assert (code, out) == (2, "") and err.splitlines()[-1] == f"try: {tried}"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["train debug", "seed debug", "seed debug out", "estimate-memory debug"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--training.nonsense 1", "--training.nonsense: no such key; did you mean `training.loss`?"),
+        ("--training.steps x", "training.steps = 'x': must be a whole number ≥ 1"),
+    ],
+)
+def test_a_wrong_override_is_named_whatever_else_is_missing(titan, tmp_path, command, words, message):
+    code, out, err = titan(*command.split(), *words.split())
+    assert (code, out) == (2, "") and err == f"error: command line: {message}\n"
     assert list(tmp_path.iterdir()) == []
 
 
