@@ -5,21 +5,26 @@ answer may differ on another machine or change in between.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from converters.commit import require_space
 from converters.dtypes import itemsize
-from converters.errors import ConfigError, TitanError, list_offenders
+from converters.errors import CheckpointError, ConfigError, TitanError, list_offenders
+from converters.names import DATALOADER
 from converters.open import open_checkpoint
 from converters.weights import open_native
+from trainer.checkpoints.export_plan import export_folders, look_at_exports
 from trainer.checkpoints.problems import bytes_of_state, initial_path, is_saving
-from trainer.checkpoints.recorded import first_recorded
-from trainer.checkpoints.resumable import refuse_not_resumable, refuse_unfit_step
+from trainer.checkpoints.recorded import first_recorded, read_data_position
+from trainer.checkpoints.resumable import has_intact_small_files, refuse_not_resumable, refuse_unfit_step
 from trainer.checkpoints.run_lock import refuse_other_run
 from trainer.checkpoints.step_folders import (
     list_steps,
+    no_usable_step,
     refuse_foreign,
     size_problem,
     step_folder,
@@ -38,7 +43,8 @@ from trainer.data.datasets import check_dataset, open_dataset, open_mixture
 from trainer.data.document_ends import with_end_token
 from trainer.data.index import HELD_OUT, TRAIN
 from trainer.data.kinds import TOKENS
-from trainer.data.samples import SourceSamples, Weighted, refuse_too_few
+from trainer.data.position import POSITION_KEYS, refuse_other_position
+from trainer.data.samples import MixedSamples, SourceSamples, Weighted, refuse_too_few, refuse_too_many_steps
 from trainer.dump_folder import check_config_file, try_dump_folder
 from trainer.hardware import check_hardware
 from trainer.job import Job
@@ -138,6 +144,7 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], _Check]]:
             yield keys, partial(check_data, settings.dataset, path, section)
         if settings.dataset == TOKENS:
             yield keys, partial(_check_samples, job, settings)
+    yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, job)
 
 
 def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
@@ -181,6 +188,32 @@ def _check_end_token(job: Job) -> None:
     with_end_token(job.documents, tokenizer_folder(job.config.model, job.config.training))
 
 
+def _check_exports(job: Job) -> None:
+    folders = export_folders(Path(job.config.job.dump_folder), job.config.checkpoint)
+    look_at_exports(folders, chosen_model(job), dtype=job.config.checkpoint.export_dtype)
+
+
+def _check_position(job: Job, path: Path) -> None:
+    """The position in an index; that in a text is compared when it has been tokenized."""
+    training, state = job.config.training, dict[str, Any]()
+    with suppress(CheckpointError):  # a damaged file: loading takes the step before
+        state = read_data_position(path)
+    if training.dataset != TOKENS or job.documents.packing == "best_fit" or not state:
+        return
+    documents = with_end_token(job.documents, tokenizer_folder(job.config.model, training))
+    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": documents}
+    vocab_size = job.args.vocab_size
+    samples: MixedSamples | SourceSamples
+    if training.dataset_mix:
+        sources = open_mixture(training.dataset, training.dataset_mix, vocab_size=vocab_size)
+        samples = MixedSamples(sources, TRAIN, **keys)
+    else:
+        source = open_dataset(training.dataset, training.dataset_path, vocab_size=vocab_size)
+        samples = SourceSamples(source, TRAIN, **keys)
+    expected = {**dict.fromkeys(POSITION_KEYS), "fingerprint": samples.fingerprint_of(samples.cut), "seed": job.seed}
+    refuse_other_position(state, expected, samples)
+
+
 def _check_samples(job: Job, settings: Training | Validation) -> None:
     """The sources of a mixture together, and the number of samples; packing them takes too long."""
     config, vocab_size, is_training = job.config, job.args.vocab_size, settings is job.config.training
@@ -200,6 +233,9 @@ def _check_samples(job: Job, settings: Training | Validation) -> None:
             seed=job.seed,
             documents=with_end_token(job.documents, tokenizer_folder(config.model, config.training)),
         )
+        if settings is config.validation:
+            num_batches = samples.num_samples // batch_size
+            refuse_too_many_steps(config.validation.steps, num_batches, name=source.name, batch_size=batch_size)
         refuse_too_few(samples, 1 if is_training and settings.dataset_mix else batch_size)
 
 
@@ -213,10 +249,15 @@ def _check_start(job: Job) -> tuple[Job, Path | None]:
     if not steps and not initial:
         return job, None
     wanted, excluded = chosen_model(job), settings.exclude_from_loading
-    whole = [path for path in (step_folder(folder, step) for step in steps) if not size_problem(path)]
+    problems = {path: size_problem(path) for path in (step_folder(folder, step) for step in steps)}
+    whole = [path for path, problem in problems.items() if not problem]
+    if whole and not has_intact_small_files(whole[0]):
+        return job, None
     if whole:
         refuse_unfit_step(whole[0], wanted, excluded=excluded)
-    elif initial and not steps:
+    elif problems:
+        raise no_usable_step(folder, [f"{path.name}: {problem}" for path, problem in problems.items()])
+    elif initial:
         select = settings.initial_load_select
         with selected_by_setting(), open_native(initial, select=select, otherwise=wanted) as weights:
             refuse_other_model(weights.info, wanted, initial)
@@ -225,6 +266,8 @@ def _check_start(job: Job) -> tuple[Job, Path | None]:
             else:
                 refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
                 whole = [initial]
+    if whole and DATALOADER not in excluded:
+        _check_position(job, whole[0])
     if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
         job = resumed_job(job, recorded, say=lambda line: None)
     return job, whole[0] if whole else None

@@ -7,13 +7,12 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from converters.errors import ConfigError
 from trainer.config.sections import Validation
 from trainer.data.datasets import open_dataset, open_mixture
 from trainer.data.index import HELD_OUT
 from trainer.data.loader import TokenLoader
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules
-from trainer.data.samples import Weighted
+from trainer.data.samples import Weighted, refuse_too_many_steps
 from trainer.data.text_index import Preparation
 from trainer.mesh import Meshes
 from trainer.train_model import TrainModel
@@ -80,12 +79,7 @@ class Validator:
             for source in sources
         ]
         fewest = min(self._parts, key=lambda part: part.loader.num_batches)
-        if settings.steps > fewest.loader.num_batches:
-            raise ConfigError(
-                f"validation.steps = {settings.steps}, but the held-out part of {fewest.name} has"
-                f" {fewest.loader.num_batches} batches of {global_batch_size} samples",
-                tries=[f"--validation.steps {fewest.loader.num_batches}", "--validation.steps -1, for all there are"],
-            )
+        refuse_too_many_steps(settings.steps, fewest.loader.num_batches, name=fewest.name, batch_size=global_batch_size)
 
     def run(self) -> dict[str, float | None]:
         """Loss per token in nats, perplexity, and the unigram entropy for comparison; equal on all ranks.

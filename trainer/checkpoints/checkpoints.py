@@ -32,6 +32,7 @@ from trainer.checkpoints.run_state import RunState
 from trainer.checkpoints.shared_folder import require_seen
 from trainer.checkpoints.step_folders import (
     list_steps,
+    no_usable_step,
     refuse_foreign,
     size_problem,
     step_folder,
@@ -96,11 +97,7 @@ class Checkpoints:
                 f" (if the change is intended: titan verify {path} --accept)"
             )
         if problems:
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} can be used:" + list_offenders(problems),
-                hint="nothing was loaded; a folder without a manifest may come from another tool",
-                tries=["--checkpoint.folder NEW_FOLDER --checkpoint.initial_load_path OTHER_CHECKPOINT"],
-            )
+            raise no_usable_step(self.folder, problems)
         return None
 
     def candidates(self, initial: Path | None) -> list[Path]:

@@ -40,7 +40,7 @@ from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.recorded import SETTINGS
-from trainer.checkpoints.resumable import refuse_not_resumable
+from trainer.checkpoints.resumable import DATA_SUFFIX, refuse_not_resumable
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_form, refuse_other_model, selected_by_setting
 from trainer.config.sections import Checkpoint
@@ -50,7 +50,6 @@ from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
 _OPTIONAL = (f"{TRAIN_STATE}.wandb_run_id", SETTINGS)  # of runs that log to Weights & Biases; not in titan's first ones
-_DATA_SUFFIX = ".distcp"
 _MEMORY_SHARE = 0.8  # of a node's available memory that copies of its ranks' parts may take
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ def load_state(
     Raises DamagedFiles where files differ from the manifest.
     """
     manifest = _manifest_of(path, group)
-    small = {name for name in manifest.files if not name.endswith(_DATA_SUFFIX)}
+    small = {name for name in manifest.files if not name.endswith(DATA_SUFFIX)}
     _refuse_changed(path, manifest, small, group)  # before they are parsed, as the plain values below
     with selected_by_setting():
         catalog = open_checkpoint(path, select=select)

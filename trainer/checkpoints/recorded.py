@@ -11,7 +11,7 @@ from converters.catalog import Box
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
-from converters.names import DATALOADER, OPTIMIZER, TRAIN_STATE
+from converters.names import DATALOADER, OPTIMIZER, TRAIN_STATE, section_of
 from converters.open import open_checkpoint
 from converters.training.optimizer_state import is_number
 from trainer.data.position import STREAMS
@@ -87,6 +87,16 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
         return dict(json.loads(text))
     except ValueError as error:
         raise CheckpointError(f"{path}: {SETTINGS} is damaged: {error}") from None
+
+
+def read_data_position(path: Path) -> dict[str, Any]:
+    """The data loader's state in a checkpoint of titan; empty where it has none that is plain."""
+    catalog, state = open_checkpoint(path), dict[str, Any]()
+    with CatalogReader(catalog) as reader:
+        for key in catalog.blobs:
+            if section_of(key) == DATALOADER and ".dp_rank_" not in key:  # torchtitan's are pickles
+                state[key.partition(".")[2]] = read_blob_item(reader.read_blob(key), what=key)
+    return state
 
 
 def _without_data(settings: Mapping[str, Any]) -> dict[str, Any]:

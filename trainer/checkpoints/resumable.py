@@ -6,6 +6,7 @@ from pathlib import Path
 from converters.catalog import Catalog
 from converters.errors import CheckpointError
 from converters.families.registry import get_family
+from converters.manifest import check_files, check_sizes
 from converters.model_info import ModelInfo, describes_model, read_model_info
 from converters.names import DATALOADER, RNG, SECTIONS, section_of
 from converters.open import open_checkpoint
@@ -13,6 +14,18 @@ from converters.weights import naming_of, open_native
 from trainer.chosen_model import refuse_other_model, selected_by_setting
 
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
+
+
+DATA_SUFFIX = ".distcp"
+
+
+def has_intact_small_files(path: Path) -> bool:
+    """Whether a step's files but those of tensors have the CRC32s of its manifest. Loading reports a step that has not,
+    and takes the one before.
+    """
+    manifest = check_sizes(path)
+    small = [] if manifest is None else [name for name in manifest.files if not name.endswith(DATA_SUFFIX)]
+    return manifest is not None and not check_files(path, small, manifest=manifest)
 
 
 def refuse_unfit_step(path: Path, info: ModelInfo, *, excluded: Collection[str]) -> None:

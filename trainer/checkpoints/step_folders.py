@@ -2,7 +2,7 @@
 
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from converters.commit import sweep_staging
@@ -81,6 +81,15 @@ def size_problem(path: Path) -> str:
         return "" if check_sizes(path) else f"it has no {MANIFEST}"
     except CheckpointError as error:
         return error.message
+
+
+def no_usable_step(folder: Path, problems: Sequence[str]) -> CheckpointError:
+    """The error of a run whose steps are all damaged."""
+    return CheckpointError(
+        f"no checkpoint in {folder} can be used:" + list_offenders(problems),
+        hint="nothing was loaded; a folder without a manifest may come from another tool",
+        tries=["--checkpoint.folder NEW_FOLDER --checkpoint.initial_load_path OTHER_CHECKPOINT"],
+    )
 
 
 def retire(folder: Path, *, keep: int, newest: int, damaged: Collection[int] = ()) -> list[int]:

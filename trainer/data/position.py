@@ -9,6 +9,7 @@ from converters.errors import DataError
 from trainer.data.sample import Packing
 
 STATE_VERSION = 1
+POSITION_KEYS = ("version", "fingerprint", "seed", "consumed_samples")  # of a TokenLoader
 STREAMS = " streams"  # after their number, at the end of a stream's fingerprint; that of an index ends in its seq_len
 RESTART_DATA = "--checkpoint.exclude_from_loading dataloader"  # resume weights, restart the data
 

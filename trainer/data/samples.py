@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from converters.errors import DataError
+from converters.errors import ConfigError, DataError
 from converters.extensions import ExtensionError, check_attributes, check_call, where_defined
 from trainer.data.index import HELD_OUT
 from trainer.data.packing import BestFit, refuse_wrong_offsets
@@ -172,6 +172,16 @@ def refuse_too_few(samples: "SourceSamples | MixedSamples", batch_size: int) -> 
         raise DataError(
             f"{samples}: too few for one batch of {batch_size}",
             hint="prepare more text, or use a smaller batch or seq_len",
+        )
+
+
+def refuse_too_many_steps(steps: int, num_batches: int, *, name: str, batch_size: int) -> None:
+    """Raise ConfigError where a validation asks for more batches than a source's held-out part has."""
+    if steps > num_batches:
+        raise ConfigError(
+            f"validation.steps = {steps}, but the held-out part of {name} has {num_batches} batches of {batch_size}"
+            " samples",
+            tries=[f"--validation.steps {num_batches}", "--validation.steps -1, for all there are"],
         )
 
 

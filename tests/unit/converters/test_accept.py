@@ -19,7 +19,7 @@ from converters.names import MANIFEST
 from converters.open import open_checkpoint
 from converters.verify import verify
 from tests.tiny_llama import write_llama
-from trainer.checkpoints.export import refuse_others
+from trainer.checkpoints.export_plan import refuse_others
 
 NORM = "model.norm.weight"
 

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from converters.errors import CheckpointError, ConfigError
+from converters.errors import CheckpointError, ConfigError, DataError
 from tests.dist.runs import make_data
 from titan_tools import launch
 from trainer import inputs
 from trainer.checkpoints.recorded import BATCH, Recorded
 from trainer.checkpoints.run_lock import only_run
 from trainer.config.load import load_config
+from trainer.data.datasets import open_dataset
+from trainer.data.index import TRAIN
+from trainer.data.samples import SourceSamples
 from trainer.inputs import check_run
 from trainer.job import resolve_job
 from trainer.machine import HOST_CPU
@@ -112,6 +115,53 @@ def test_a_checkpoint_that_cannot_be_resumed_from(titan, folder, monkeypatch):
     kept = check_run(_job(*free, "--training.local_batch_size", "2"), HOST_CPU)
     assert kept.job.samples_per_step == 12
     assert "step         12 samples of 256 tokens: 3,072 tokens, in 3 passes" in header_lines(kept, device="the CPU")
+
+
+def test_a_damaged_step_is_left_to_loading_which_takes_the_one_before(titan):
+    assert titan("seed", "debug", OWN / "step-5")[0] == 0
+    metadata = OWN / "step-5" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[::-1])  # of the same size
+    assert check_run(_job(), HOST_CPU).resumes_from is None
+    metadata.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="can be used:\n  step-5: .*changed or damaged"):
+        check_run(_job(), HOST_CPU)
+
+
+def test_another_order_of_the_data(titan, monkeypatch):
+    assert titan("seed", "debug", OWN / "step-5")[0] == 0
+    monkeypatch.setattr(inputs, "refuse_unfit_step", lambda *_, **__: None)  # as if it had all sections
+    source = open_dataset("tokens", "data", vocab_size=2048)
+    samples = SourceSamples(source, TRAIN, seq_len=256, seed=42)
+    state = {"version": 1, "fingerprint": samples.fingerprint_of(samples.cut), "seed": 42, "consumed_samples": 8}
+    monkeypatch.setattr(inputs, "read_data_position", lambda path: state)
+    assert check_run(_job(), HOST_CPU).resumes_from == OWN / "step-5"
+    for words, message in {
+        ("--debug.seed", "7"): "begun with seed 42",
+        ("--training.seq_len", "128"): "seq_len 256",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            check_run(_job(*words), HOST_CPU)
+
+
+def test_an_export_folder_with_files_of_others(folder):
+    (folder / "outputs/debug/export-hf").mkdir(parents=True)
+    (folder / "outputs/debug/export-hf/notes.txt").touch()
+    with pytest.raises(CheckpointError, match="export-hf: exists already"):
+        check_run(_job("--checkpoint.last_save_in_hf"), HOST_CPU)
+
+
+def test_more_validation_than_there_is():
+    words = (
+        "--training.seq_len",
+        "32",
+        "--validation.seq_len",
+        "32",
+        "--validation.enable",
+        "--validation.dataset_path",
+    )
+    job = resolve_job(load_config("debug", [*words, "data"]))
+    with pytest.raises(ConfigError, match="validation.steps = 16, but the held-out part of data has 5 batches of 8"):
+        check_run(job, HOST_CPU)
 
 
 def test_the_first_lines_of_a_run():
