@@ -7,7 +7,7 @@ from converters.errors import ConfigError
 from converters.fold import fold_texts
 from converters.mesh_shape import AXES
 from converters.sizes import format_bytes
-from titan_tools.console import count, note, print_json, table
+from titan_tools.console import count, current_work, note, print_json, table
 from trainer.config.sections import Config
 from trainer.config.show import unread
 from trainer.job import Job, resolve_job
@@ -24,9 +24,12 @@ def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: i
         raise ConfigError(f"--rank {rank}: the job has ranks 0 to {job.dims.world_size - 1}")
     for line in unread(config):
         note(f"not read: {line}")
-    from trainer.dry_run import dry_run  # imports torch, which the errors above do not need
+    with current_work() as say:
+        say(f"{config.model.name} {config.model.flavor} on {count(job.dims.world_size, 'rank')}: importing torch")
+        from trainer.dry_run import dry_run  # the errors above do not need torch
 
-    found = dry_run(job, rank=rank)
+        say(f"building rank {rank} and running a step")
+        found = dry_run(job, rank=rank)
     if as_json:
         print_json(as_record(config, found))
     else:

@@ -36,6 +36,7 @@ def test_a_job_of_512_ranks_is_reported_on_one(train, tmp_path):
     assert traffic["fsdp", "reduce-scatter"] == 3  # two layers, and norm with output
     assert traffic["pp", "receive"] == traffic["pp", "send"] == message["num_microbatches"] == 2
     assert list(tmp_path.iterdir()) == []  # nothing is written, no data is needed
+    assert "building rank 257 and running a step …" in done.stderr
 
 
 def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(train):
