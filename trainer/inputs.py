@@ -7,13 +7,14 @@ answer may differ on another machine or change in between.
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from converters.commit import require_space
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, ConfigError, TitanError, list_offenders
+from converters.model_info import ModelInfo
 from converters.names import DATALOADER
 from converters.open import open_checkpoint
 from converters.weights import open_native
@@ -44,6 +45,7 @@ from trainer.data.document_ends import with_end_token
 from trainer.data.index import HELD_OUT, TRAIN
 from trainer.data.kinds import TOKENS
 from trainer.data.position import POSITION_KEYS, refuse_other_position
+from trainer.data.sample import DocumentRules
 from trainer.data.samples import MixedSamples, SourceSamples, Weighted, refuse_too_few, refuse_too_many_steps
 from trainer.dump_folder import check_config_file, try_dump_folder
 from trainer.hardware import check_hardware
@@ -67,6 +69,25 @@ class Checked:
     open_points: list[str] = field(default_factory=list)  # what could not be checked
 
 
+class _Inputs:
+    """What several checks need of a job's tokenizer, read once: a large one takes a second."""
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    @cached_property
+    def tokenizer(self) -> Path:
+        return tokenizer_folder(self.job.config.model, self.job.config.training)
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        return chosen_model(self.job)
+
+    @cached_property
+    def documents(self) -> DocumentRules:
+        return with_end_token(self.job.documents, self.tokenizer)
+
+
 def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) -> Checked:
     """Raise what training would refuse: one error, or a ConfigError that lists them. Leaves nothing behind.
 
@@ -74,9 +95,9 @@ def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) ->
     `has_all_files`: otherwise a missing file that only a preset or a default names counts as not checked.
     """
     refused: dict[str, TitanError] = {}
-    checked = Checked(job)
+    checked, found = Checked(job), _Inputs(job)
     open_points: dict[str, None] = {}
-    for keys, check in _checks(job):
+    for keys, check in _checks(job, found):
         try:
             if left_open := check():
                 open_points[left_open] = None
@@ -87,7 +108,7 @@ def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) ->
                 open_points[f"{error.message} (named by a default or a preset)"] = None
     if not refused:  # what a checkpoint is compared with is known to be right
         try:
-            checked.job, checked.resumes_from = _check_start(job)
+            checked.job, checked.resumes_from = _check_start(job, found)
         except TitanError as error:
             refused[error.message] = error
     raise_all([*refused.values()])
@@ -115,25 +136,24 @@ def raise_all(errors: list[TitanError]) -> None:
         )
 
 
-def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], _Check]]:
+def _checks(job: Job, found: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]]:
     """Checks, each with the config keys that it depends on."""
     config = job.config
     training, validation = config.training, config.validation
 
     def check_data(name: str, path: str | None, section: str) -> str:
-        tokenizer, split = tokenizer_folder(config.model, config.training), TRAIN if section == "training" else HELD_OUT
         return check_dataset(
             name,
             path,
-            split=split,
+            split=TRAIN if section == "training" else HELD_OUT,
             vocab_size=job.args.vocab_size,
-            tokenizer=tokenizer,
+            tokenizer=found.tokenizer,
             needs_offsets=job.documents.needs_offsets,
         )
 
-    yield ("training.document_mask",), lambda: _check_end_token(job)
-    yield ("job.dump_folder",), lambda: _check_folders(job)
-    yield ("model.hf_assets_path",), lambda: _check_tokenizer(job)
+    yield ("training.document_mask",), partial(_check_end_token, found)
+    yield ("job.dump_folder",), partial(_check_folders, job)
+    yield ("model.hf_assets_path",), partial(_check_tokenizer, found)
     for section, settings in (("training", training), ("validation", validation)):
         if section == "validation" and not validation.enable:
             continue
@@ -143,8 +163,8 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], _Check]]:
         for path in dict(settings.dataset_mix) or (settings.dataset_path,):
             yield keys, partial(check_data, settings.dataset, path, section)
         if settings.dataset == TOKENS:
-            yield keys, partial(_check_samples, job, settings)
-    yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, job)
+            yield keys, partial(_check_samples, found, settings)
+    yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, found)
 
 
 def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
@@ -180,28 +200,29 @@ def _check_folders(job: Job) -> None:
         refuse_other_run(dump_folder / config.checkpoint.folder)
 
 
-def _check_tokenizer(job: Job) -> None:
-    chosen_model(job)
+def _check_tokenizer(found: _Inputs) -> None:
+    _ = found.info
 
 
-def _check_end_token(job: Job) -> None:
-    with_end_token(job.documents, tokenizer_folder(job.config.model, job.config.training))
+def _check_end_token(found: _Inputs) -> None:
+    _ = found.documents
 
 
-def _check_exports(job: Job) -> None:
-    folders = export_folders(Path(job.config.job.dump_folder), job.config.checkpoint)
-    look_at_exports(folders, chosen_model(job), dtype=job.config.checkpoint.export_dtype)
+def _check_exports(found: _Inputs) -> None:
+    config = found.job.config
+    folders = export_folders(Path(config.job.dump_folder), config.checkpoint)
+    look_at_exports(folders, found.info, dtype=config.checkpoint.export_dtype)
 
 
-def _check_position(job: Job, path: Path) -> None:
+def _check_position(found: _Inputs, path: Path) -> None:
     """The position in an index; that in a text is compared when it has been tokenized."""
+    job = found.job
     training, state = job.config.training, dict[str, Any]()
     with suppress(CheckpointError):  # a damaged file: loading takes the step before
         state = read_data_position(path)
     if training.dataset != TOKENS or job.documents.packing == "best_fit" or not state:
         return
-    documents = with_end_token(job.documents, tokenizer_folder(job.config.model, training))
-    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": documents}
+    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": found.documents}
     vocab_size = job.args.vocab_size
     samples: MixedSamples | SourceSamples
     if training.dataset_mix:
@@ -214,9 +235,10 @@ def _check_position(job: Job, path: Path) -> None:
     refuse_other_position(state, expected, samples)
 
 
-def _check_samples(job: Job, settings: Training | Validation) -> None:
+def _check_samples(found: _Inputs, settings: Training | Validation) -> None:
     """The sources of a mixture together, and the number of samples; packing them takes too long."""
-    config, vocab_size, is_training = job.config, job.args.vocab_size, settings is job.config.training
+    job, config = found.job, found.job.config
+    vocab_size, is_training = job.args.vocab_size, settings is config.training
     if settings.dataset_mix:
         sources = open_mixture(settings.dataset, settings.dataset_mix, vocab_size=vocab_size)
     else:
@@ -231,7 +253,7 @@ def _check_samples(job: Job, settings: Training | Validation) -> None:
             TRAIN if is_training else HELD_OUT,
             seq_len=settings.seq_len,
             seed=job.seed,
-            documents=with_end_token(job.documents, tokenizer_folder(config.model, config.training)),
+            documents=found.documents,
         )
         if settings is config.validation:
             num_batches = samples.num_samples // batch_size
@@ -239,7 +261,7 @@ def _check_samples(job: Job, settings: Training | Validation) -> None:
         refuse_too_few(samples, 1 if is_training and settings.dataset_mix else batch_size)
 
 
-def _check_start(job: Job) -> tuple[Job, Path | None]:
+def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
     """What the run goes on from: the job with what it keeps, and the checkpoint; None if the run is new."""
     config, settings = job.config, job.config.checkpoint
     folder, initial = Path(config.job.dump_folder) / settings.folder, initial_path(settings, config.model)
@@ -248,7 +270,7 @@ def _check_start(job: Job) -> tuple[Job, Path | None]:
     steps = steps_to_load(folder, list_steps(folder), settings.load_step) if settings.enable else []
     if not steps and not initial:
         return job, None
-    wanted, excluded = chosen_model(job), settings.exclude_from_loading
+    wanted, excluded = found.info, settings.exclude_from_loading
     problems = {path: size_problem(path) for path in (step_folder(folder, step) for step in steps)}
     whole = [path for path, problem in problems.items() if not problem]
     if whole and not has_intact_small_files(whole[0]):
@@ -267,7 +289,7 @@ def _check_start(job: Job) -> tuple[Job, Path | None]:
                 refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
                 whole = [initial]
     if whole and DATALOADER not in excluded:
-        _check_position(job, whole[0])
+        _check_position(found, whole[0])
     if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
         job = resumed_job(job, recorded, say=lambda line: None)
     return job, whole[0] if whole else None

@@ -15,6 +15,7 @@ from titan_tools import launch
 from trainer import inputs
 from trainer.checkpoints.recorded import BATCH, Recorded
 from trainer.checkpoints.run_lock import only_run
+from trainer.chosen_model import chosen_model
 from trainer.config.load import load_config
 from trainer.data.datasets import open_dataset
 from trainer.data.index import TRAIN
@@ -162,6 +163,15 @@ def test_more_validation_than_there_is():
     job = resolve_job(load_config("debug", [*words, "data"]))
     with pytest.raises(ConfigError, match="validation.steps = 16, but the held-out part of data has 5 batches of 8"):
         check_run(job, HOST_CPU)
+
+
+def test_the_tokenizer_is_read_once_for_all_checks(folder, monkeypatch):
+    """One of 128,000 tokens takes a second."""
+    reads = []
+    monkeypatch.setattr(inputs, "tokenizer_folder", lambda *_: reads.append(1) or folder / "data")
+    monkeypatch.setattr(inputs, "chosen_model", lambda job: reads.append(2) or chosen_model(job))
+    check_run(_job("--training.document_mask", "eos", "--checkpoint.last_save_in_hf"), HOST_CPU)
+    assert sorted(reads) == [1, 2]
 
 
 def test_the_first_lines_of_a_run():
