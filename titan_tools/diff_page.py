@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from converters.diff import Difference, DiffReport
 from converters.fold import fold
@@ -10,6 +11,9 @@ from titan_tools.console import count, table
 
 _MOST_LINES = 100
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+_DIMS = re.compile(r"\[[0, ]*\]")
+_PLACE = re.compile(r", first at \[[\d, ]*\]")
+_STATE = re.compile(r"(.*optimizer.*\.(?:state|param_groups)\.).+\.(\w+)")  # of a parameter, as inspect folds them
 
 
 def print_differences(report: DiffReport, *, every: bool) -> None:
@@ -34,9 +38,22 @@ def print_differences(report: DiffReport, *, every: bool) -> None:
 
 
 def _folded(differences: Sequence[Difference]) -> list[tuple[object, ...]]:
-    """A row for tensors whose names and details differ only in numbers, with the largest of their differences."""
-    found = fold(differences, name=lambda d: d.name, alike=lambda d: (d.kind, _NUMBER.sub("0", d.detail)))
-    return [_row(name, held) for name, held in found]
+    """A row for tensors whose names and details differ only in numbers, with the largest of their differences; and one
+    for each kind of optimizer state, and each setting, of all parameters that differ in it.
+    """
+    order = {d.name: at for at, d in enumerate(differences)}
+    states: dict[tuple[str, ...], list[Difference]] = {}
+    others = []
+    for one in differences:
+        if of_state := _STATE.fullmatch(one.name):
+            detail = _PLACE.sub("", one.detail)
+            key = (f"{of_state[1]}*.{of_state[2]}", one.kind, _DIMS.sub("[0]", _NUMBER.sub("0", detail)))
+            states.setdefault(key, []).append(replace(one, detail=detail))
+        else:
+            others.append(one)
+    found = fold(others, name=lambda d: d.name, alike=lambda d: (d.kind, _NUMBER.sub("0", d.detail)))
+    found += [(key[0] if len(held) > 1 else held[0].name, held) for key, held in states.items()]
+    return [_row(name, held) for name, held in sorted(found, key=lambda each: order[each[1][0].name])]
 
 
 def _row(name: str, held: Sequence[Difference]) -> tuple[object, ...]:
@@ -58,8 +75,14 @@ def _largest(values: Sequence[float | None]) -> float | None:
 
 
 def _details(texts: Sequence[str]) -> str:
-    """One text for texts that differ only in numbers, with the range of each: `3 … 64 of 64 values differ`."""
-    columns = [list(dict.fromkeys(column)) for column in zip(*map(_NUMBER.findall, texts), strict=True)]
-    ordered = [sorted(numbers, key=lambda text: float(text.replace(",", ""))) for numbers in columns]
+    """One text for texts that differ only in numbers, with the range of each: `3 … 64 of 64 values differ`.
+
+    Empty where they have shapes of different lengths.
+    """
+    numbers = [_NUMBER.findall(text) for text in texts]
+    if len({*map(len, numbers)}) > 1:
+        return ""
+    columns = [list(dict.fromkeys(column)) for column in zip(*numbers, strict=True)]
+    ordered = [sorted(column, key=lambda text: float(text.replace(",", ""))) for column in columns]
     shown = iter([each[0] if len(each) == 1 else f"{each[0]} … {each[-1]}" for each in ordered])
     return _NUMBER.sub(lambda found: next(shown), texts[0])

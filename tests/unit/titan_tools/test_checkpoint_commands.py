@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from converters.diff import Difference, DiffReport
 from tests.tiny_llama import write_llama
 from titan_tools import cli
+from titan_tools.diff_page import print_differences
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,29 @@ def test_differences_of_layers_are_one_line(titan, folder, tmp_path):
     assert len(every) == 4 and every["layers.0.attention_norm.weight"][1:3] == ["1", "0.25"]
     report = json.loads(titan("diff", "hf", tmp_path / "next", "--json").stdout)
     assert {one["name"] for one in report["differences"]} == every.keys()
+
+
+def test_differences_of_optimizer_states_are_one_line_for_each_kind(capsys):
+    state, settings = "optimizer.state.", "optimizer.param_groups."
+    wq, norm = "layers.0.attention.wq.weight", "norm.weight"
+    found = [
+        Difference(wq, "values", "1 of 8 values differ, first at [0, 0]", 0.1, 0.1),
+        Difference(f"{state}{wq}.exp_avg", "values", "7 of 8 values differ, first at [0, 1]", 0.5, 0.1),
+        Difference(f"{state}{norm}.exp_avg", "values", "2 of 2 values differ, first at [1]", 0.25, 0.2),
+        Difference(f"{state}{norm}.step", "values", "1 of 1 values differ, first at []", 1, 1),
+        Difference(f"{state}{wq}.exp_avg_sq", "values", "equal after a transpose; 7 of 8 values differ", 0.5, 0.1),
+        Difference(f"{state}{norm}.exp_avg_sq", "values", "2 of 2 values differ, first at [1]", 0.5, 0.1),
+        Difference("train_state.step", "values", "1 in A, 2 in B"),
+        *(Difference(f"{settings}{name}.lr", "values", "0.1 in A, 0.2 in B") for name in (wq, norm)),
+    ]
+    print_differences(DiffReport("a", "b", "native names", 0, 0, tuple(found), {}, (), ()), every=False)
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[2:-2]]
+    assert [line[0] for line in lines] == [
+        wq, f"{state}*.exp_avg", f"{state}{norm}.step", f"{state}{wq}.exp_avg_sq", f"{state}{norm}.exp_avg_sq",
+        "train_state.step", f"{settings}*.lr",
+    ]  # fmt: skip
+    assert lines[1][1:] == ["values", "2", "0.5", "2.00e-01", "2 … 7 of 2 … 8 values differ"]
+    assert lines[-1][1:] == ["values", "2", "0.1 in A, 0.2 in B"]
 
 
 def test_a_mesh_that_cuts_heads_is_refused(titan, tmp_path):
