@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def outputs(titan, hf, tmp_path) -> dict[str, set[str]]:
         ("download", download.to_json()),
         ("verify", accepted.to_json()),
         ("inspect", json.loads(titan("inspect", run, "--json").stdout)),
+        (
+            "inspect",
+            json.loads(
+                titan(
+                    "inspect", run, shutil.copytree(run, tmp_path / "run2"), "--plot", tmp_path / "runs.png", "--json"
+                ).stdout
+            ),
+        ),
         ("infer", json.loads(titan(*words).stdout)),
         ("infer", json.loads(titan(*words, "--samples", "2", "--temperature", "1").stdout)),
         ("infer", json.loads(titan("infer", hf, "--json", "--score", "--batch", scored).stdout)),
