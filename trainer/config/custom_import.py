@@ -7,10 +7,13 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from converters.errors import ConfigError, TitanError
-from converters.extensions import ExtensionError
+from converters.extensions import ExtensionError, where_defined
 
 # Where imported modules and their neighbours are: a folder, or a file. What titan and Python have within is not theirs
 _imported: set[Path] = set()
@@ -75,7 +78,8 @@ def where_to_look() -> str:
 def error_of_import(error: BaseException) -> tuple[ExtensionError, str] | None:
     """An unexpected error of an imported module: the error to show, and its traceback, of that module's lines alone.
 
-    None where no line of the traceback, nor of a compiler's message, is in an imported module.
+    None where no line of the traceback, nor of a compiler's message, is in an imported module, nor is the function or
+    class that was called or read wrongly.
     """
     for link in _chain(error):
         frames = traceback.extract_tb(link.__traceback__)
@@ -88,9 +92,27 @@ def error_of_import(error: BaseException) -> tuple[ExtensionError, str] | None:
     said = [f"{file}:{line}" for file, line in _NAMED_LINE.findall(str(error)) if _is_imported(file)]
     if said:  # what torch.compile says of code that it traced
         return _shown(error, said[-1]), "".join(traceback.format_exception_only(error))
+    if where := _definition(error):
+        return _shown(error, where), "".join(traceback.format_exception(error))
     return None
 
 
+def _definition(error: BaseException) -> str:
+    """`file:line` of a function or class of an imported module that a caller's error is about; empty for others."""
+    found: list[Any] = []
+    if isinstance(error, AttributeError):
+        found = [type(error.obj)]
+    elif isinstance(error, TypeError) and (called := _CALLED.match(str(error))):
+        for module in list(sys.modules.values()):
+            file = vars(module).get("__file__")  # torch.classes answers any attribute
+            if file and _is_imported(file):
+                with suppress(AttributeError):
+                    found.append(attrgetter(called[1])(module))
+    lines = (where_defined(thing) for thing in found)
+    return next((line for line in lines if _is_imported(line.rpartition(":")[0])), "")
+
+
+_CALLED = re.compile(r"([\w.]+)\(\) (?:takes|missing|got) ")  # Python's words for arguments that do not fit
 _NAMED_LINE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 

@@ -119,3 +119,13 @@ def test_what_the_compiler_cannot_trace_is_at_the_user_s_line(tmp_path):
     module = import_written(tmp_path / "not_traceable.py", "def forward(x):\n    print(x.sum().item())\n    return x\n")
     compiled = torch.compile(module.forward, backend="eager", fullgraph=True)
     assert shown(compiled, torch.ones(2))[0].startswith(f"{tmp_path / 'not_traceable.py'}:2: ")
+
+
+def test_a_call_that_does_not_fit_and_a_missing_attribute_are_at_the_definition(tmp_path):
+    path = tmp_path / "with_a_layer.py"
+    module = import_written(path, "class Layer:\n    def forward(self, x):\n        return x\n")
+    message, trace = shown(lambda: module.Layer().forward(1, 2))
+    assert message.startswith(f"{path}:2: TypeError: Layer.forward() takes 2 positional arguments but 3 were given")
+    assert "test_custom_import.py" in trace  # no line of theirs to start from
+    assert shown(lambda: module.Layer().weight)[0].startswith(f"{path}:1: AttributeError: 'Layer' object has no attr")
+    assert shown(lambda: None.weight) is None and shown(lambda: json.loads()) is None
