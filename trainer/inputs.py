@@ -276,7 +276,7 @@ def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
     if whole and not has_intact_small_files(whole[0]):
         return job, None
     if whole:
-        refuse_unfit_step(whole[0], wanted, excluded=excluded)
+        refuse_unfit_step(whole[0], wanted, config)
     elif problems:
         raise no_usable_step(folder, [f"{path.name}: {problem}" for path, problem in problems.items()])
     elif initial:

@@ -8,14 +8,13 @@ from converters.errors import CheckpointError
 from converters.families.registry import get_family
 from converters.manifest import check_files, check_sizes
 from converters.model_info import ModelInfo, describes_model, read_model_info
-from converters.names import DATALOADER, RNG, SECTIONS, section_of
+from converters.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, section_of
 from converters.open import open_checkpoint
 from converters.weights import naming_of, open_native
 from trainer.chosen_model import refuse_other_model, selected_by_setting
+from trainer.config.sections import Config
 
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
-
-
 DATA_SUFFIX = ".distcp"
 
 
@@ -28,12 +27,34 @@ def has_intact_small_files(path: Path) -> bool:
     return manifest is not None and not check_files(path, small, manifest=manifest)
 
 
-def refuse_unfit_step(path: Path, info: ModelInfo, *, excluded: Collection[str]) -> None:
-    """Raise CheckpointError where a step is of another model, or cannot provide a section that is not excluded."""
-    catalog = open_checkpoint(path)
+def refuse_unfit_step(path: Path, info: ModelInfo, config: Config) -> None:
+    """Raise CheckpointError where a step has another model or other dtypes than the config, or lacks a section."""
+    catalog, excluded = open_checkpoint(path), config.checkpoint.exclude_from_loading
     refuse_not_resumable(catalog, path, info=info, excluded=excluded)
     if describes_model(path):
         refuse_other_model(read_model_info(path, catalog), info, path)
+    _refuse_other_dtypes(catalog, path, info, config)
+
+
+def _refuse_other_dtypes(catalog: Catalog, path: Path, info: ModelInfo, config: Config) -> None:
+    """Raise CheckpointError where no weight, or no moment, has the dtype that the run keeps it in."""
+    trained = [p.fqn for p in get_family(info.family).parameters(info.args) if p.is_trained]
+    moments = [f"{OPTIMIZER}.state.{fqn}.exp_avg" for fqn in trained]
+    state_dtype = config.optimizer.state_dtype or config.training.dtype
+    wanted = {"training.dtype": (trained, config.training.dtype), "optimizer.state_dtype": (moments, state_dtype)}
+    for key, (names, dtype) in wanted.items():
+        saved = sorted({catalog.tensors[name].dtype for name in names if name in catalog.tensors})
+        if (
+            saved
+            and dtype not in saved
+            and not (names is moments and OPTIMIZER in config.checkpoint.exclude_from_loading)
+        ):
+            what = "moments" if names is moments else "weights"
+            raise CheckpointError(
+                f"{path} has {what} in {', '.join(saved)}, and the run keeps them in {dtype}",
+                hint="a resumed run does not cast its state",
+                tries=[f"--{key} {saved[0]}", f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}"],
+            )
 
 
 def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:

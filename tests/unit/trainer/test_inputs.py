@@ -107,6 +107,8 @@ def test_a_checkpoint_that_cannot_be_resumed_from(titan, folder, monkeypatch):
     with pytest.raises(CheckpointError, match="has another model than the config"):
         check_run(_job(*weights_only, "--model.flavor", "debugmodel"), HOST_CPU)
     assert check_run(_job(*weights_only), HOST_CPU).resumes_from == OWN / "step-5"
+    with pytest.raises(CheckpointError, match="weights in float32, and the run keeps them in bfloat16"):
+        check_run(_job(*weights_only, "--training.dtype", "bfloat16"), HOST_CPU)
 
     recorded = Recorded(OWN / "step-5", {BATCH: 12}, is_partial=False)
     monkeypatch.setattr(inputs, "first_recorded", lambda *_, **__: recorded)
