@@ -66,7 +66,7 @@ def require_exists(path: Path) -> None:
     if path.is_symlink():
         raise CheckpointError(f"{path}: a broken link")
     near = get_close_matches(path.name, [p.name for p in path.parent.iterdir()], 1) if path.parent.is_dir() else []
-    tries = [str(path.parent / near[0])] if near else download_command(path)
+    tries = [str(path.parent / name) for name in near] + download_command(path)
     raise CheckpointError(f"{path}: no such file or folder", tries=tries)
 
 

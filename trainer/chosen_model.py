@@ -7,7 +7,7 @@ from pathlib import Path
 from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.families.base import computed_numbers, defining_numbers
-from converters.hub_names import find_local
+from converters.hub_names import download_command, find_local
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.models_inside import SeveralModels
@@ -93,6 +93,7 @@ def tokenizer_folder(model: Model, training: Training) -> Path:
         raise ConfigError(
             f"model.hf_assets_path = {model.hf_assets_path!r} {what}",
             hint="prepared data and HF folders have one; without the key the data's is used",
+            tries=[] if folder.is_dir() else download_command(folder, assets="tokenizer"),
         )
     if data and has_tokenizer(folder):
         _refuse_other_vocabulary(folder, data)

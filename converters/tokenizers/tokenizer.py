@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.assets import find_assets
 from converters.errors import DataError
+from converters.hub_names import download_command
 from converters.json_file import read_json
 from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.agreement import disagreement
@@ -86,6 +87,7 @@ def load_tokenizer(folder: Path | str, *, num_rows: int | None = None) -> Tokeni
         raise DataError(
             f"{folder} {what} {TIKTOKEN_MODEL} or {TOKENIZER_JSON}",
             hint="a prepared data folder, an HF folder and a checkpoint's assets hold one",
+            tries=[] if folder.is_dir() else download_command(folder, assets="tokenizer"),
         )
     if is_metas(assets) and not looks_like_tiktoken(path):
         return _SentencePieceTokenizer(path, assets)

@@ -9,7 +9,7 @@ from huggingface_hub import constants, snapshot_download
 
 from converters import api
 from converters.commit import aside_of
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, ConfigError
 from converters.hub_names import download_command, find_local
 from titan_tools.api import load_for_inference
 from trainer.checkpoints.problems import initial_path
@@ -61,6 +61,16 @@ def test_what_exists_takes_precedence(snapshot):
     Path("meta-llama/Tiny").rename("meta-llama/Other")
     assert find_local("meta-llama/Othr") == Path("meta-llama/Othr"), "a typing error in a local path"
     assert find_local(NAME) == snapshot
+
+
+def test_beside_a_local_folder_of_the_owner_the_download_is_named_too(titan, cache):
+    Path("Qwen/Qwen3-8B").mkdir(parents=True)
+    error = titan("inspect", "Qwen/Qwen3-4B").stderr
+    assert error.splitlines()[1:] == ["try: Qwen/Qwen3-8B", "try: titan download Qwen/Qwen3-4B"]
+    config = load_config("debug", ["--model.hf_assets_path", "Qwen/Qwen3-4B"])
+    with pytest.raises(ConfigError) as caught:
+        tokenizer_folder(config.model, config.training)
+    assert caught.value.tries == ("titan download Qwen/Qwen3-4B --assets tokenizer",)
 
 
 def test_an_interrupted_overwrite_of_a_local_folder_takes_precedence(cache):
