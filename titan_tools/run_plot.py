@@ -118,7 +118,8 @@ def _draw(axes: Any, panel: Panel, runs: Mapping[str, Mapping[str, Curve]]) -> N
                 continue
             # Of one run each line has a color of its own, of several each run has
             color = _color(place if len(runs) == 1 else number)
-            values += _draw_curve(axes, curve, line, color, is_noisy=panel.is_noisy)
+            has_points = max(len(other.get(line.metric, ())) for other in runs.values()) <= _FEW
+            values += _draw_curve(axes, curve, line, color, has_points=has_points, is_noisy=panel.is_noisy)
     if len(runs) == 1 and panel.title == "expert load":
         _draw_layers(axes, next(iter(runs.values())))
     axes.set_title(panel.title, fontsize=11, color=_INK, loc="left")
@@ -139,10 +140,10 @@ def _draw(axes: Any, panel: Panel, runs: Mapping[str, Mapping[str, Curve]]) -> N
         _name_lines(axes, panel, runs)
 
 
-def _draw_curve(axes: Any, curve: Curve, line: Line, color: str, *, is_noisy: bool) -> list[float]:
+def _draw_curve(axes: Any, curve: Curve, line: Line, color: str, *, has_points: bool, is_noisy: bool) -> list[float]:
     """Draw a curve and return its values in the panel's unit; a long one as its mean over faint values."""
     steps, values = [step for step, _ in curve], [value * line.factor for _, value in curve]
-    marker = "o" if len(curve) <= _FEW and line.style != ":" else None
+    marker = "o" if has_points and line.style != ":" else None
     means = values
     if is_noisy and len(curve) > _MANY:
         axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)

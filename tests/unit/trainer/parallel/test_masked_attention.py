@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from converters.families.base import GroupedQuery
 from trainer.models.llama3.model import CausalAttention
+from trainer.parallel.attention_backend import WideAttention
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions
 from trainer.parallel.document_attention import PerDocumentAttention, _pieces, chunks_of_documents
 from trainer.parallel.gpu_attention import FlexAttention
@@ -127,6 +128,29 @@ def test_in_bf16_it_is_as_exact_as_its_inputs():
     ours, theirs = torch.autograd.grad(found, given, upstream), torch.autograd.grad(expected, exact, upstream.double())
     for mine, other in zip((found, *ours), (expected, *theirs), strict=True):
         assert mine.dtype == torch.bfloat16 and (mine - other).norm() <= 2**-7 * other.norm()
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["by position", "by name"])
+def test_a_scale_reaches_every_attention_that_a_layer_may_call(monkeypatch, named):
+    """With masks of documents, without, in fp32 of a CPU, and of a context rank."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    q, k, v, sinks = (x.detach() for x in inputs())
+    scale = ((), {"scale": 0.5}) if named else ((0.5,), {})
+    causal = by_hand(q, k, v, sinks, sees(GroupedQuery(), ONE_DOCUMENT), has_sinks=False, scale=0.5)
+    within = by_hand(q, k, v, sinks, sees(GroupedQuery(), DOCUMENTS), has_sinks=False, scale=0.5)
+    masks, here = (None, DOCUMENTS), head_tail_positions(LENGTH, 0, 2)
+    of_rank = ContextParallelAttention(None, gathers=False)
+    for attend, expected, mask in (
+        (CausalAttention(), causal, {}),
+        (WideAttention(CausalAttention()), causal, {}),
+        (OneOfMasks(CausalAttention(), 0), causal, {"mask": masks}),
+        (OneOfMasks(PerDocumentAttention(), 1), within, {"mask": masks}),
+        (OneOfMasks(WideAttention(PerDocumentAttention()), 1), within, {"mask": masks}),
+    ):
+        found = attend(q, k, v, *scale[0], **scale[1], **mask)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(of_rank(q[:, here], k, v, *scale[0], **scale[1]), causal[:, here])
 
 
 def test_chunks_of_positions_that_do_not_restart():
