@@ -231,7 +231,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("raise ZeroDivisionError('a slip of ours')", "error: ZeroDivisionError: a slip of ours"),
+        ("raise ZeroDivisionError('a slip')", "ZeroDivisionError: a slip"),  # of the user's own module
         ("os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was ended by SIGKILL"),
     ],
 )
@@ -243,12 +243,13 @@ def test_the_rank_that_failed_is_reported_and_no_other(config, tmp_path, fault, 
     seen = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - seen < 29  # and not after the agent's or a collective's patience
-    assert process.returncode == 3 and message in err, err
+    assert message in err, err
     talk = err.splitlines()
     talk = talk[[line.startswith("saved") for line in talk].index(True) + 1 :]
     is_slip = "slip" in fault
+    assert process.returncode == (2 if is_slip else 3)
     assert talk[0] == ("rank 1:" if is_slip else message), err
-    assert err.count("Traceback") == is_slip and err.count("error:") == 1 and "lost a peer" not in err
+    assert err.count("Traceback") == is_slip and err.count("\nerror:") == 1 and "lost a peer" not in err
     assert (tmp_path / "comm_traces" / "rank_0").is_file()  # what the other was doing
 
 
