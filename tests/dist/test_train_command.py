@@ -317,7 +317,7 @@ def test_torchtitans_first_run_starts(tmp_path, monkeypatch):
     assert code == 0 and "fine on 1 rank" in out, err
     code, out, err = _run("train", config.name, "--training.seq_len=128", "--training.steps=4", "--checkpoint.enable")
     assert code == 0, err
-    assert "their ids are 263, 264, as in torchtitan and transformers" in err
+    assert "their ids, as in transformers: <|begin_of_text|> 263, <|end_of_text|> 264" in err
     assert "has no token for 162 of the 256 bytes, the space among them" in err
     assert "reading tests/assets/c4_test, as torchtitan does" in err
     assert len(read_losses(tmp_path / "outputs")) == 4
