@@ -168,7 +168,7 @@ def init(
     preset: Annotated[
         str | None, typer.Argument(metavar="PRESET", help="Preset or launch script; default: list them.")
     ] = None,
-    out: Annotated[Path | None, typer.Argument(help="File to write; default: PRESET.toml.")] = None,
+    out: Annotated[Path | None, typer.Argument(metavar="FILE", help="File to write; default: PRESET.toml.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Write a preset to a file for editing, or a script that launches training; or list them.

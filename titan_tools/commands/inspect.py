@@ -17,7 +17,7 @@ def inspect(
     checkpoint: Checkpoint,
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="With --plot: folders of further runs.", show_default=False),
+        typer.Argument(metavar="RUN", help="With --plot: folders of further runs.", show_default=False),
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="One line per tensor, layers not folded.")] = False,
     plot: Annotated[

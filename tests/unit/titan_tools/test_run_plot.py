@@ -137,6 +137,7 @@ def test_the_command_draws_one_run_or_several(tmp_path, titan):
     assert [line.split() for line in out.splitlines()[2:]] == [[str(x), "3", "6.0000", "3", "4.5000"] for x in (a, b)]
     _, out, _ = titan("inspect", a, b, "--plot", tmp_path / "both.png", "--json")
     assert [run["path"] for run in json.loads(out)["runs"]] == [str(a), str(b)]
+    assert titan("inspect", a, a, "--plot", tmp_path / "twice.png").returncode == 0
     for arguments, said in (
         ((a, b), "--plot draws several runs"),
         ((tmp_path, "--plot", tmp_path / "x.png"), "is not the folder of a run"),
