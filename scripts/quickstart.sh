@@ -45,14 +45,14 @@ run "does this run fit?"        titan estimate-memory debug.toml
 run "does Llama 3 8B?"          titan estimate-memory llama3_8b --world-size 8
 run "does Llama 3 70B?"         titan estimate-memory llama3_70b --world-size 256
 run "does Llama 3 405B?"        titan estimate-memory llama3_405b --world-size 512
-say=(--tp 2 --prompt "def __init__(self" --max-new-tokens 40)
+say=(--tp 2 --prompt "import " --temperature 0.8 --seed 1 --max-new-tokens 40)
 run "what does it say? (DCP)"   titan infer "$trained" "${say[@]}" > from_dcp.txt
 cat from_dcp.txt
 run "what does the export say?" titan infer hf "${say[@]}" > from_hf.txt
 cmp from_dcp.txt from_hf.txt
 echo "the same"
 run "how well does it know Python?" titan infer hf --score --prompt-file "$home/titan_tools/cli.py"
-run "the loss curve"            titan inspect outputs/debug --loss-curve loss.png
+run "the run, drawn"            titan inspect outputs/debug --plot run.png
 
 printf '\n── done in %ds\n' $((SECONDS - started))
 printf '%s\n' "${steps[@]}"
@@ -63,7 +63,7 @@ made in $out
   seed/                      seed checkpoint, sharded for the first mesh
   outputs/debug/             the run: checkpoints, metrics.jsonl, TensorBoard
   hf/                        the trained model for transformers
-  loss.png                   the loss curve
+  run.png                    losses, speed, memory
 
 try next, in that folder and the environment (cd $out; source $home/.venv/bin/activate)
   titan inspect $trained
