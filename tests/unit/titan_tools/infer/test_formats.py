@@ -18,6 +18,7 @@ from converters.reshard import reshard
 from tests.checkpoint_forms import FORMS, native, write_byte_ranks
 from tests.fp8_folders import dequantized, save, write_fp8
 from tests.greedy_reference import greedy
+from tests.refusals import refusal_of
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_llama import BOS, EOS, write_tokenizer
 
@@ -126,8 +127,8 @@ def test_two_folders_of_steps_are_not_chosen_between(titan, source, tmp_path):
     for name in ("a", "b"):
         (tmp_path / "run" / name).mkdir(parents=True)
         FORMS["dcp"].write(source[0], tmp_path / "run" / name).rename(tmp_path / "run" / name / "step-7")
-    code, out, err = titan("infer", tmp_path / "run", *ASK)
-    assert code == 2 and out == "" and "the folder of a run" in err and "step-7" in err
+    err = refusal_of(titan("infer", tmp_path / "run", *ASK), as_json=True)
+    assert "the folder of a run" in err and "step-7" in err
 
 
 @LLAMA
@@ -148,8 +149,7 @@ def test_a_tokenizer_alone_may_come_from_elsewhere(titan, source, form, tmp_path
     hf, _, expected = source
     place = FORMS[form].write(hf, tmp_path)
     shutil.copytree(place, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "titan_manifest.json"))
-    code, out, err = titan("infer", tmp_path / "bare", *ASK)
-    assert code == 2 and out == ""
+    err = refusal_of(titan("infer", tmp_path / "bare", *ASK), as_json=True)
     assert f"there is no tokenizer in {tmp_path / 'bare'}" in err and "--model-from FOLDER" in err
     (tmp_path / "tokenizer").mkdir()
     shutil.copy(hf / "tokenizer.model", tmp_path / "tokenizer")
@@ -161,16 +161,15 @@ def test_a_tokenizer_alone_may_come_from_elsewhere(titan, source, form, tmp_path
 @LLAMA
 @pytest.mark.parametrize("form", ["torchtitan", "torch .pt", "torch, a loop's own"])
 def test_what_does_not_say_its_model_is_reported_how_to(titan, source, form, tmp_path):
-    code, out, err = titan("infer", FORMS[form].write(source[0], tmp_path), *ASK)
-    assert code == 2 and out == ""
+    err = refusal_of(titan("infer", FORMS[form].write(source[0], tmp_path), *ASK), as_json=True)
     assert "describes the model" in err and "--model-from FOLDER" in err
 
 
 @LLAMA
 def test_a_model_from_that_is_not_there_is_reported(titan, source, tmp_path):
     place = FORMS["torch .pt"].write(source[0], tmp_path)
-    code, _, err = titan("infer", place, *ASK, "--model-from", tmp_path / "missing")
-    assert code == 2 and str(tmp_path / "missing") in err and "no such folder" in err
+    err = refusal_of(titan("infer", place, *ASK, "--model-from", tmp_path / "missing"), as_json=True)
+    assert f"{tmp_path / 'missing'}: no such file or folder" in err
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +211,7 @@ def test_an_fp8_folder_computes_with_its_values(titan, tmp_path):
 def test_a_damaged_weight_next_to_an_optimizer_is_reported(titan, training, fqn, tmp_path):
     folder = shutil.copytree(training[0], tmp_path / "step-7")
     flip(folder, fqn)
-    code, out, err = titan("infer", folder, *ASK)
-    assert code == 2 and out == ""
+    err = refusal_of(titan("infer", folder, *ASK), as_json=True)
     assert f"\n  {fqn}: its values are not those that titan_manifest.json lists\n" in err
     assert f"try: titan verify {folder}" in err and "nothing of the copy" not in err
 
@@ -232,8 +230,7 @@ def test_a_damaged_small_file_next_to_an_optimizer_is_reported(titan, training, 
     metadata = folder / ".metadata"
     changed = metadata.read_bytes().replace(b"norm.weight", b"norn.weight", 1)
     metadata.write_bytes(changed)
-    code, out, _ = titan("infer", folder, *ASK)
-    assert code == 2 and out == ""
+    refusal_of(titan("infer", folder, *ASK), as_json=True)
 
 
 def test_without_digests_the_files_are_read_for_damage(titan, training, tmp_path):
@@ -243,8 +240,8 @@ def test_without_digests_the_files_are_read_for_damage(titan, training, tmp_path
     write_manifest(folder, tensors=bare, files=manifest.files)
     assert titan("infer", folder, *ASK)[0] == 0
     file = flip(folder, "optimizer.state.norm.weight.exp_avg")
-    code, out, err = titan("infer", folder, *ASK)
-    assert code == 2 and out == "" and f"{file}: its bytes have changed (CRC32)" in err
+    err = refusal_of(titan("infer", folder, *ASK), as_json=True)
+    assert f"{file}: its bytes have changed (CRC32)" in err
 
 
 def test_a_damaged_step_of_a_run_is_passed_over_as_in_training(titan, training, tmp_path):
@@ -261,12 +258,11 @@ def test_a_damaged_step_of_a_run_is_passed_over_as_in_training(titan, training, 
     assert f"WARNING: skipping a damaged step: {older}" in err and "step-5" in err
     assert err.count("skipped step-9") == 1
     assert err.count("skipped step-8: .metadata: its bytes have changed (CRC32)") == 1
-    code, out, err = titan("infer", older, *ASK)  # one that was named is that one
-    assert code == 2 and out == ""
+    refusal_of(titan("infer", older, *ASK), as_json=True)  # one that was named is that one
 
 
 def test_a_run_whose_steps_are_all_damaged_is_refused(titan, training, tmp_path):
     for step in (5, 7):
         flip(shutil.copytree(training[0], tmp_path / f"step-{step}"), "norm.weight")
-    code, out, err = titan("infer", tmp_path, *ASK)
-    assert code == 2 and out == "" and f"no step in {tmp_path} is complete" in err
+    err = refusal_of(titan("infer", tmp_path, *ASK), as_json=True)
+    assert f"no step in {tmp_path} is complete" in err
