@@ -322,7 +322,8 @@ def test_a_model_that_does_not_compile_in_a_pipeline_is_refused_with_a_working_c
     words += ["--parallelism.data_parallel_shard_degree=1", "--model.flavor=debug_gqa"]
     code, out, err = titan("estimate-memory", *words, "--world-size", "2", "--compile.enable")
     assert (code, out) == (2, "")
-    error, hint, line = err.splitlines()
+    *work, error, hint, line = err.splitlines()
+    assert all(doing.endswith(" …") for doing in work)
     assert "torch.compile fails on this model: Unsupported: " in error and "family_that_prints.py" in error
     assert hint.startswith("hint: uncompiled, ")
     tried = shlex.split(line.removeprefix("try: titan "))
