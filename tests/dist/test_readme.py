@@ -48,7 +48,7 @@ def place(tmp_path):
     for name in ("my-model", "released"):
         write_llama(tmp_path / name)
         write_tokenizer(tmp_path / name)
-    write_deepseek(tmp_path / "deepseek", dtype="bfloat16")
+    write_deepseek(tmp_path / "deepseek", dtype="bfloat16", n_routed_experts=64)
     write_fp8(tmp_path / "DeepSeek-V3", tmp_path / "deepseek")
     files = {path.name: path.read_bytes() for path in (tmp_path / "released").iterdir()}
     with Hub("meta-llama/Llama-3.2-1B", files, large={"model.safetensors"}) as hub:
