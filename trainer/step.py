@@ -85,22 +85,21 @@ class Verdict:
         `share`: this rank's in the loss, whose samples have `num_own_tokens` valid tokens.
         `counts_LE`: of the tokens of each expert, for `balance`, summed over all ranks.
         """
-        values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests])
+        values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests, share])
         self.found_inf = 1 - values.isfinite().all().float()  # 1 if the loss or the norm is not finite, else 0
         self.counts_LE, self._balance = counts_LE, balance
         if balance is not None and counts_LE is not None:
             values = torch.cat([values, balance.loads(counts_LE)])
         self._values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
-        self._share = share.to("cpu", non_blocking=True)
         self._copies, self._num_own_tokens = copies, num_own_tokens
         self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
     def read(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        loss, norm, num_valid_tokens, num_stop_requests, *loads = self._values.tolist()
+        loss, norm, num_valid_tokens, num_stop_requests, share, *loads = self._values.tolist()
         expert_loads = self._balance.read(loads) if self._balance else ()
-        own = OwnShare(self._share.item() / self._copies, self._num_own_tokens)
+        own = OwnShare(share / self._copies, self._num_own_tokens)
         return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0, expert_loads, own)
 
 
