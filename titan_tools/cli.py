@@ -59,6 +59,12 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for name in _SHORT if name in self.commands]  # Typer would list the groups last
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

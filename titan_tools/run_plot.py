@@ -75,7 +75,6 @@ def plot_runs(runs: Sequence[Path], picture: Path, *, panels: Sequence[Panel] = 
 
     The picture's suffix sets its format; without one of PICTURES it is a PNG.
     """
-    runs = list(dict.fromkeys(runs))
     curves = {run: read_curves(run) for run in runs}
     if empty := [str(run) for run in runs if not curves[run].get(panels[0].lines[0].metric)]:
         raise CheckpointError(f"{', '.join(empty)}: no loss was recorded yet")

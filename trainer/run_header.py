@@ -34,7 +34,8 @@ def _model(job: Job) -> str:
 
 
 def _step(job: Job) -> str:
-    text = f"{job.samples_per_step:,} samples of {job.config.training.seq_len:,} tokens: {job.tokens_per_step:,} tokens"
+    samples = f"{job.samples_per_step:,} sample{'s' if job.samples_per_step > 1 else ''}"
+    text = f"{samples} of {job.config.training.seq_len:,} tokens: {job.tokens_per_step:,} tokens"
     return text + (f", in {job.num_accumulated:,} passes" if job.num_accumulated > 1 else "")
 
 

@@ -44,15 +44,15 @@ def inspect(
     """
     from titan_tools.run_folder import is_run_folder
 
-    folders = [checkpoint, *(runs or [])]
+    folders = list(dict.fromkeys([checkpoint, *(runs or [])]))
     if plot or loss_curve:
         _draw(folders, plot, loss_curve)
-    elif runs:
+    elif len(folders) > 1:
         raise ConfigError(
             "inspect shows one folder at a time; --plot draws several runs",
             tries=[f"titan inspect {' '.join(map(str, folders))} --plot runs.png", "titan diff A B"],
         )
-    if runs:
+    if len(folders) > 1:
         _compare_runs(folders, as_json=as_json)
         return
     if is_run_folder(checkpoint):

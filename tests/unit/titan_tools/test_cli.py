@@ -189,6 +189,17 @@ def test_another_trainer_package_is_refused(tmp_path):
     assert "is not titan's" in done.stderr and "the wrong package ran" not in done.stderr + done.stdout
 
 
+def test_ctrl_c_while_the_command_line_is_read_is_reported(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._Commands, "parse_args", interrupted)
+    monkeypatch.setattr(sys, "argv", ["titan", "models", "--json"])
+    assert cli.run() == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out)["error"]["kind"] == "interrupted" and err.endswith("error: interrupted\n")
+
+
 def test_the_version_as_json_has_the_tested_versions(titan):
     found = json.loads(titan("--version", "--json").stdout)
     assert found["installed"]["torch"] == torch.__version__ and found["torchtitan"] == "0.2.2"

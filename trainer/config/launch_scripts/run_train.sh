@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Training with the environment variables of torchtitan's run_train.sh.
 # Arguments go to `titan train`.
-#   LOG_RANK=0,1 NGPU=8 CONFIG_FILE=./llama3_8b.toml ./scripts/run_train.sh --training.steps 100
+#   LOG_RANK=0,1 NGPU=8 CONFIG_FILE=./llama3_8b.toml ./run_train.sh --training.steps 100
 # Reads CONFIG_FILE (a TOML file or a preset; default debug), NGPU (ranks to start; default: all GPUs, or as many as the
 # degrees need) and COMM_MODE (fake_backend: a dry run of one rank of NGPU). `titan train` reads LOG_RANK and
 # PYTORCH_ALLOC_CONF. TITAN_ENVIRONMENT: a virtual environment with titan; default: the `titan` on PATH.
