@@ -1,8 +1,10 @@
 """Compare two checkpoints of any formats, tensor by tensor in bounded memory, weights under their native names."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +61,9 @@ class DiffReport:
         return not self.differences
 
     @property
-    def first_tensor(self) -> str:
-        """The first tensor that differs, in the order of A's model; "" where none does."""
-        return next((d.name for d in self.differences if d.kind != "model"), "")
+    def first_tensor(self) -> str | None:
+        """The first tensor that differs, in the order of A's model; None where none does."""
+        return next((d.name for d in self.differences if d.kind != "model"), None)
 
     def to_json(self) -> dict[str, Any]:
         return {"equal": self.equal, "first_tensor": self.first_tensor, **asdict(self)}
@@ -352,8 +354,54 @@ def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Differenc
             found.append(Difference(name, "values", "bytes differ; not plain values, so they are not decoded"))
             continue
         if type(left) is not type(right) or left != right and not (left != left and right != right):
-            found.append(Difference(name, "values", f"{left!r:.60} in A, {right!r:.60} in B"))
+            found.append(Difference(name, "values", in_both(left, right)))
     return found
+
+
+def in_both(left: Any, right: Any) -> str:
+    """The parts of two values that differ: of JSON objects and dicts by key, of long texts where they differ first."""
+    ours, theirs = _items(left), _items(right)
+    if ours and theirs:
+        keys = [key for key in {**ours, **theirs} if key not in ours or key not in theirs or ours[key] != theirs[key]]
+        parts = []
+        for key in keys[:_MOST_KEYS]:
+            if key in ours and key in theirs:
+                parts.append(f"{key}: {in_both(ours[key], theirs[key])}")
+            else:
+                parts.append(f"{key}: only in {'A' if key in ours else 'B'}")
+        if parts:
+            return "; ".join(parts) + (f"; … and {len(keys) - len(parts)} more keys" if len(keys) > len(parts) else "")
+    texts = [_as_text(left), _as_text(right)]
+    if texts[0] == texts[1]:
+        texts = [f"{type(value).__name__} {text}" for value, text in zip((left, right), texts, strict=True)]
+    if max(map(len, texts)) > _MOST_CHARACTERS:
+        start = max(0, len(commonprefix(texts)) - _MOST_CHARACTERS // 3)
+        end = start + _MOST_CHARACTERS
+        texts = ["…" * (start > 0) + text[start:end] + "…" * (len(text) > end) for text in texts]
+    return f"{texts[0]} in A, {texts[1]} in B"
+
+
+_MOST_KEYS, _MOST_CHARACTERS = 4, 40
+
+
+def _items(value: Any) -> dict[str, Any]:
+    """The values of a dict or of the text of a JSON object, nested keys joined by dots; empty for another value."""
+    if isinstance(value, str) and value.startswith("{"):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if not isinstance(value, dict):
+        return {}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        nested = _items(inner) if isinstance(inner, dict) else {}
+        found |= {f"{key}.{name}": each for name, each in nested.items()} if nested else {str(key): inner}
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """The shortest text that stands for the value."""
+    short = f"{value:g}" if isinstance(value, float) else ""
+    return short if short and float(short) == value else repr(value)
 
 
 def _values_in(side: _Side, sections: Set[str]) -> set[str]:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.convert import convert
-from converters.diff import diff
+from converters.diff import diff, in_both
 from converters.errors import CheckpointError
 from converters.mesh_shape import MeshShape
 from converters.model_info import read_model_info, write_model_info
@@ -231,7 +231,8 @@ def test_sections(hf, tmp_path):
         return tmp_path / name
 
     a = save("a")
-    assert diff(a, save("same")).equal
+    same = diff(a, save("same"))
+    assert same.equal and same.to_json()["first_tensor"] is None
     found = {d.name: d for d in diff(a, save("b", moment=1.5, step=4)).differences}
     assert found.keys() == {"optimizer.state.norm.weight.exp_avg", "train_state.step"}
     assert found["optimizer.state.norm.weight.exp_avg"].max_abs == 0.5
@@ -239,6 +240,36 @@ def test_sections(hf, tmp_path):
     reshard(a, tmp_path / "weights", drop=["optimizer", "train_state"])
     report = diff(a, tmp_path / "weights")
     assert report.equal and report.not_compared == {"optimizer": "only in A", "train_state": "only in A"}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "detail"),
+    [
+        (0.1, 0.30000000000000004, "0.1 in A, 0.30000000000000004 in B"),
+        (400.0, 1e-5, "400 in A, 1e-05 in B"),
+        (3, 3.0000000000000004, "3 in A, 3.0000000000000004 in B"),
+        (2, 2.0, "int 2 in A, float 2 in B"),
+        ("x" * 90 + "left" + "z" * 90, "x" * 90 + "right", f"…{'x' * 13}left{'z' * 23}… in A, …{'x' * 13}right' in B"),
+        ([*range(99)], [*range(98), 7], "… 95, 96, 97, 98] in A, … 95, 96, 97, 7] in B"),
+        (
+            json.dumps({"job.name": "a" * 80, "training.steps": 400, "deep": {"lr": 1e-3}, "gone": None}),
+            json.dumps({"job.name": "a" * 80, "training.steps": 100, "deep": {"lr": 2e-3}, "new": True}),
+            "training.steps: 400 in A, 100 in B; deep.lr: 0.001 in A, 0.002 in B; gone: only in A; new: only in B",
+        ),
+        ({str(n): n for n in range(9)}, {str(n): -n for n in range(9)}, "4: 4 in A, -4 in B; … and 4 more keys"),
+        ('{"a": 1}', '{"a":  1}', """'{"a": 1}' in A, '{"a":  1}' in B"""),
+    ],
+)
+def test_what_differs_of_two_values_is_shown(left, right, detail):
+    assert in_both(left, right).endswith(detail)
+
+
+def test_long_settings_that_differ_in_one_key(tmp_path):
+    for name, steps in (("a", 400), ("b", 100)):
+        settings = json.dumps({"job.description": "x" * 80, "training.steps": steps})
+        torch.save({"model": {"w": torch.ones(3)}, "train_state": {"settings": settings}}, tmp_path / f"{name}.pt")
+    (found,) = diff(tmp_path / "a.pt", tmp_path / "b.pt").differences
+    assert (found.name, found.detail) == ("train_state.settings", "training.steps: 400 in A, 100 in B")
 
 
 def _stock_shapes(folder):
