@@ -24,7 +24,8 @@ _NOT_THEIRS = [_TITAN / name for name in ("converters", "trainer", "titan_tools"
 
 
 def import_custom(name: str, *, setting: str = "experimental.custom_import = {name!r}") -> str:
-    """Import a dotted module name, or a path to a module file or package folder. Raises ConfigError where that fails.
+    """Import a dotted module name, or a path to a module file or package folder. Raises ConfigError where it is not
+    found, and ExtensionError where it has an error.
 
     A path's parent folder is added to the import path, so that the module can import its neighbours. Returns a name
     that works in another process with any working directory. `setting` is its name in errors.
@@ -57,7 +58,9 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
         where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
         if isinstance(error, SyntaxError):
             what, where = f"{type(error).__name__}: {error.msg}", f" ({error.filename}:{error.lineno})"
-        raise ConfigError(f"{said} cannot be imported: {what}{where}", hint=hint) from error
+        # without a line of theirs, the module was not found
+        kind = ExtensionError if where else ConfigError
+        raise kind(f"{said} cannot be imported: {what}{where}", hint=hint) from error
     origin = Path(imported.__file__ or next(iter(imported.__path__))).resolve()
     if is_path and path.resolve() not in (origin, *origin.parents):
         raise ConfigError(

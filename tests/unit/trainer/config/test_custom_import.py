@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from converters.errors import ConfigError
+from converters.extensions import ExtensionError
 from trainer.config import custom_import
 from trainer.config.custom_import import error_of_import, import_custom, where_to_look
 
@@ -37,9 +38,9 @@ def shown(call, *args):
     return found and (found[0].message, found[1])
 
 
-def test_a_module_that_exits_is_an_error_of_the_config(tmp_path):
+def test_a_module_that_exits_is_an_error_of_the_module(tmp_path):
     (tmp_path / "that_exits.py").write_text("raise SystemExit(3)")
-    with pytest.raises(ConfigError, match="cannot be imported: SystemExit: 3"):
+    with pytest.raises(ExtensionError, match="cannot be imported: SystemExit: 3"):
         import_custom(str(tmp_path / "that_exits.py"))
 
 
@@ -47,6 +48,7 @@ def test_a_module_that_exits_is_an_error_of_the_config(tmp_path):
     ("text", "said"),
     [
         ("x = 1\nnothing\n", "NameError: name 'nothing' is not defined ({}:2)"),
+        ("import not_there_at_all\n", "ModuleNotFoundError: No module named 'not_there_at_all' ({}:1)"),
         ("x = 1\ndef\n", "SyntaxError: invalid syntax ({}:2)"),
         ("import json\n\njson.loads('x')\n", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({}:3)"),
         (
@@ -57,7 +59,7 @@ def test_a_module_that_exits_is_an_error_of_the_config(tmp_path):
 )
 def test_an_error_of_an_import_names_file_and_line(tmp_path, text, said):
     path = tmp_path / "that_fails_now.py"
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ExtensionError) as raised:
         import_written(path, text)
     assert raised.value.message.endswith("cannot be imported: " + said.format(path))
 
