@@ -97,7 +97,8 @@ def check(
         }
         print_json(found | {"not_checked": checked.open_points, "memory": memory, "not_here": not_here})
         return
-    print(f"{config}: fine on {count(dims.world_size, 'rank')} ({dims})")
+    but = ", but not on this machine alone" if not_here else ""
+    print(f"{config}: fine on {count(dims.world_size, 'rank')} ({dims}){but}")
     if dims.ep > 1:
         note(f"experts: {dims.of_experts}")
     for line in not_here:

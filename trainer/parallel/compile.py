@@ -20,7 +20,28 @@ def compiles(settings: Compile, component: str) -> bool:
 
 
 def compile_problems(settings: Compile, *, schedule: str | None) -> list[str]:
-    """Pipeline schedules that compiled blocks do not support. `schedule` is None without a pipeline."""
+    """An unknown backend; pipeline schedules that compiled blocks do not support, None without a pipeline."""
+    return [*_backend_problems(settings), *_schedule_problems(settings, schedule)]
+
+
+_BACKENDS = ("inductor", "aot_eager", "eager")  # that every torch has
+
+
+def _backend_problems(settings: Compile) -> list[str]:
+    backend = settings.backend
+    if not settings.enable or not settings.components or backend in _BACKENDS:
+        return []
+    try:
+        import torch
+    except ModuleNotFoundError:  # `titan config check` then says that it could not ask torch
+        return []
+    if backend in torch.compiler.list_backends(exclude_tags=None):  # takes seconds
+        return []
+    useful = {*torch.compiler.list_backends(), *_BACKENDS}  # the others are for debugging torch
+    return [f"compile.backend = {backend!r} is not a backend of this torch; there are {', '.join(sorted(useful))}"]
+
+
+def _schedule_problems(settings: Compile, schedule: str | None) -> list[str]:
     if compiles(settings, "model") and schedule in SPLIT_BACKWARD_SCHEDULES:
         return [
             f"schedule {schedule} splits the backward pass, which torch does not support with compiled blocks"
@@ -29,22 +50,15 @@ def compile_problems(settings: Compile, *, schedule: str | None) -> list[str]:
     return []
 
 
-_BACKENDS = ("inductor", "aot_eager", "eager")  # that every torch has
-
-
 def compile_machine_problems(
     settings: Compile, recompute: ActivationCheckpoint, device: Device, *, tp: int, ep: int = 1
 ) -> list[str]:
-    """An unknown backend, a missing compiler, or a combination that this version of torch compiles wrongly."""
+    """A missing compiler, or a combination that this version of torch compiles wrongly."""
     if not settings.enable or not settings.components:
         return []
     import torch
 
     backend = settings.backend
-    # Listing them takes seconds
-    if backend not in _BACKENDS and backend not in torch.compiler.list_backends(exclude_tags=None):
-        useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for debugging torch
-        return [f"compile.backend = {backend!r} is not a backend of this torch; there are {', '.join(sorted(useful))}"]
     problems = []
     if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")

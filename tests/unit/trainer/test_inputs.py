@@ -65,6 +65,11 @@ def test_what_needs_no_rank_is_refused_before_ranks_start(titan, folder, words, 
     assert _names(folder) == before
 
 
+def test_an_unknown_backend_is_wrong_on_every_machine(titan, folder):
+    code, out, err = titan("config", "check", "debug", "--compile.enable", "--compile.backend", "nothing")
+    assert (code, out) == (2, "") and "compile.backend = 'nothing' is not a backend" in err
+
+
 def test_initial_weights_of_another_model(titan, folder):
     assert titan("seed", "debug", "seed", "--model.flavor", "debugmodel")[0] == 0
     before = _names(folder)
@@ -83,6 +88,7 @@ def test_a_full_disk(titan, folder, monkeypatch):
     assert code == 2 and f"{OWN}: needs 15.0 MiB, 1.0 MiB are free" in err
     code, out, err = titan("config", "check", "debug", "--validation.no_enable")
     assert code == 0 and f"WARNING: not on this machine alone: {OWN}: needs 15.0 MiB" in err
+    assert "fine on 1 rank (dp_shard=1), but not on this machine alone\n" in out
     assert _names(folder) == before
 
 
