@@ -88,7 +88,7 @@ def test_a_full_disk(titan, folder, monkeypatch):
     assert code == 2 and f"{OWN}: needs 15.0 MiB, 1.0 MiB are free" in err
     code, out, err = titan("config", "check", "debug", "--validation.no_enable")
     assert code == 0 and f"WARNING: not on this machine alone: {OWN}: needs 15.0 MiB" in err
-    assert "fine on 1 rank (dp_shard=1), but not on this machine alone\n" in out
+    assert "fine on 8 ranks (pp=2,dp_shard=2,tp=2), but not on this machine alone\n" in out
     assert _names(folder) == before
 
 
