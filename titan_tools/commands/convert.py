@@ -1,5 +1,6 @@
 """titan convert: the same weights in another format. The commands are made from the records of the formats."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from inspect import Parameter, Signature, signature
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from converters.errors import TitanError
 from converters.formats.base import OPTIONS, CommandHelp
 from converters.formats.registry import FORMATS
 from titan_tools.commands.convert_options import (
@@ -35,6 +37,12 @@ from titan_tools.commands.convert_options import (
 )
 
 
+class _UnknownFormat(TitanError):
+    """A command A-to-B of a format that there is not."""
+
+    kind = "usage"
+
+
 class _Pairs(TyperGroup):
     """The listed commands and, made when they are named, those of all other pairs of formats: `hf-to-meta`."""
 
@@ -48,6 +56,22 @@ class _Pairs(TyperGroup):
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         _register(alone, cmd_name, help, source=source, to=to, takes=b.takes, destination=b.destination_help)
         return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names. Of A-to-B with an unknown format the error lists the formats."""
+        source, is_pair, to = args[0].partition("-to-")
+        unknown = [name for name in (source, to) if name not in FORMATS]
+        if is_pair and unknown:
+            paths = (
+                args[1:3] if len(args) > 2 and not any(word.startswith("-") for word in args[1:3]) else ["SRC", "DST"]
+            )
+            raise _UnknownFormat(
+                f"titan convert {args[0]}: {' and '.join(map(repr, unknown))}: no such format; there are"
+                f" {', '.join(FORMATS)}",
+                hint="the format of the source is found by itself",
+                tries=[f"titan convert auto {shlex.join(paths)} --to {to if to in FORMATS else 'FORMAT'}"],
+            )
+        return super().resolve_command(ctx, args)
 
 
 convert_app = typer.Typer(

@@ -117,6 +117,8 @@ def test_wrong_usage_is_two_lines_and_exit_2(titan, arguments):
         (["no-such-command", "--json"], "usage", "No such command"),
         (["models", "--json", "--no-such-option"], "usage", "No such option"),
         (["diff", "only-one", "--json"], "usage", "Missing argument"),
+        (["convert", "native-to-hf", "a", "b", "--json"], "usage", "'native': no such format; there are dcp, hf,"),
+        (["convert", "hf-to-mta", "--json"], "usage", "'mta': no such format"),
         (["convert", "auto", "a", "b", "--to", "gguf", "--json"], "usage", "'gguf' is not one of"),
         (["data", "prepare", "--vocab-size", "many", "--json"], "usage", "valid integer"),
         (["inspect", "/nowhere", "--json"], "checkpoint", "/nowhere: no such file or folder"),
