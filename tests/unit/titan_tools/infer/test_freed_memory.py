@@ -30,4 +30,6 @@ def test_a_large_block_is_found_again():
     without, kept, again = map(int, output.split())
     assert kept == (platform.libc_ver()[0] == "glibc")
     assert without >= 20  # of 4 KiB, or larger ones on another processor
-    assert again < 3.5 * without or not kept  # of nine; glibc left to itself takes new ones for seven or eight
+    assert (
+        again < 5.5 * without or not kept
+    )  # of nine; four were seen; glibc left to itself takes new ones for seven or eight
