@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import ConfigError, TitanError
+from converters.extensions import ExtensionError
 from converters.names import SECTIONS
 from trainer.config.load import load_config, origins
 from trainer.config.preset import preset_names, write_template
@@ -305,10 +306,13 @@ def test_custom_import_registers_what_the_config_names(tmp_path):
         registry._FAMILIES.pop("mine", None)
 
 
-@pytest.mark.parametrize("name", ["no.such.module", "./no_such_folder", "{tmp}/broken.py"])
-def test_custom_import_that_fails_is_reported(tmp_path, name):
+@pytest.mark.parametrize(
+    "name, kind",
+    [("no.such.module", ConfigError), ("./no_such_folder", ConfigError), ("{tmp}/broken.py", ExtensionError)],
+)
+def test_custom_import_that_fails_is_reported(tmp_path, name, kind):
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(ConfigError, match="custom_import"):
+    with pytest.raises(kind, match="custom_import"):
         load_config(write(tmp_path, f'[experimental]\ncustom_import = "{name.format(tmp=tmp_path)}"\n'))
 
 
