@@ -7,7 +7,7 @@ Importing it does not import torch. Functions raise the errors of this module, a
 from collections.abc import Sequence
 from pathlib import Path
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.convert import ConvertReport
 from converters.convert import convert as _convert
 from converters.diff import DiffReport

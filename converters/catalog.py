@@ -3,56 +3,16 @@
 It is built from headers only. Convert, reshard, inspect, diff, verify and the trainer's loader work on it.
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import numpy as np
-
+from converters.box import Box
 from converters.dtypes import itemsize
+from converters.manifest import Manifest, read_manifest
 from converters.names import section_of
-
-if TYPE_CHECKING:
-    from converters.manifest import Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor: `offsets[d] <= index < offsets[d] + sizes[d]`.
-
-    A 0-dim tensor has the box ((), ()).
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.sizes)
-
-    @staticmethod
-    def whole(shape: tuple[int, ...]) -> "Box":
-        return Box((0,) * len(shape), tuple(shape))
-
-    def intersect(self, other: "Box") -> "Box | None":
-        """The common part, or None where it is empty."""
-        offsets, sizes = [], []
-        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            start, size = max(a, b), min(a + n, b + m) - max(a, b)
-            if size <= 0:
-                return None
-            offsets.append(start)
-            sizes.append(size)
-        return Box(tuple(offsets), tuple(sizes))
-
-    def slices_within(self, outer: "Box") -> tuple[slice, ...]:
-        """Index of this box in an array that holds `outer`."""
-        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True))
-
 
 UNLOCATED = -1  # a chunk's byte_offset before its DCP item was opened
 
@@ -99,13 +59,7 @@ class BlobEntry:
     length: int
 
 
-class Unread(Enum):
-    """Stands for a manifest that has not been read yet."""
-
-    UNREAD = "unread"
-
-
-@dataclass(slots=True)
+@dataclass
 class Catalog:
     """All tensors and blobs of one checkpoint."""
 
@@ -125,7 +79,11 @@ class Catalog:
         None  # the place of the weights in the state dict, where --select chose one of several models
     )
     other_models: tuple[str, ...] = ()  # the places of the others
-    manifest: "Manifest | Unread | None" = Unread.UNREAD  # of the folder, None where it has none: manifest.manifest_of
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest of the folder that the files are in, read once; None if it has none."""
+        return read_manifest(self.root)
 
     @property
     def place(self) -> Path:
@@ -167,33 +125,3 @@ class Catalog:
         """The section of an entry that is not a weight: a section of titan's, or else the entry's first key."""
         section = section_of(name)
         return section if section != "model" else str(self.path_of(name)[0])
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Element type and shape of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class TensorSource(Protocol):
-    """Anything whose tensors can be read box by box: files on disk, a renamed and permuted view, computed values.
-
-    The engine copies from a source, the trainer and inference load from one.
-    """
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
-        """The values of a box, row-major, in the tensor's own dtype. Memory is the box plus a bounded buffer."""
-        ...
-
-
-def count_dtypes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-    """Bytes by element type, the largest first."""
-    sizes: Counter[str] = Counter()
-    for info in tensors.values():
-        sizes[info.dtype] += prod(info.shape) * itemsize(info.dtype)
-    return dict(sizes.most_common())

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog, TensorSource
+from converters.box import TensorSource
+from converters.catalog import Catalog
 from converters.containers.hub_checksums import fetch_again, has_content, recorded_files
 from converters.containers.paths import refuse_links_out
 from converters.containers.safetensors import index_remarks

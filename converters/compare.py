@@ -6,9 +6,8 @@ from math import inf, nan, prod
 
 import numpy as np
 
-from converters.catalog import Box, TensorSource
+from converters.box import Box, TensorSource, row_blocks
 from converters.dtypes import itemsize
-from converters.layout import row_blocks
 from converters.sizes import MIB
 
 BLOCK_BYTES = 8 * MIB

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import Box, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
 from converters.engine.journal import files_identity
 from converters.errors import ConfigError, list_offenders
 from converters.expressions import Expression, Source

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog, TensorInfo, count_dtypes
+from converters.box import TensorInfo, count_dtypes
+from converters.catalog import Catalog
 from converters.completed import completed
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series

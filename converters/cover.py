@@ -5,7 +5,8 @@ from math import prod
 
 import numpy as np
 
-from converters.catalog import Box, Catalog, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, TensorEntry
 from converters.errors import CheckpointError, list_offenders
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import Box, Catalog, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
+from converters.catalog import Catalog
 from converters.compare import Deviation, first_differing_block, measure_gap
 from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
@@ -22,7 +23,6 @@ from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fold import number_ranges
 from converters.foreign_view import foreign_view
-from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, describes_model
 from converters.models_inside import SeveralModels
 from converters.namings import fused_with, namings_for
@@ -161,7 +161,7 @@ def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack
     for catalog, place in zip(catalogs, places, strict=True):
         if model_from or any(says):
             # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
-            partial = manifest_of(catalog) is not None
+            partial = catalog.manifest is not None
             opened = stack.enter_context(
                 native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True, keep_extra=True)
             )

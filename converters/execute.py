@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from converters.catalog import TensorSource
+from converters.box import TensorSource
 from converters.commit import check_destination
 from converters.containers.target import Target
 from converters.dtypes import itemsize

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from converters.catalog import Box, TensorSource
+from converters.box import Box, TensorSource
 from converters.dtypes import numpy_dtype
 from converters.fp8 import decode, num_blocks
 from converters.mxfp4 import BLOCK as MXFP4_BLOCK

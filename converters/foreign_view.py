@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from converters import rules
-from converters.catalog import Box, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
 from converters.errors import CheckpointError, list_offenders
 from converters.expressions import RowNumbers, Source
 from converters.families.base import EMBEDDING, OUTPUT, Naming

@@ -8,14 +8,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.box import Box, TensorInfo, count_dtypes
+from converters.catalog import Catalog
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import Experts, GroupedQuery, Naming, Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
-from converters.manifest import manifest_of
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, describes_model
 from converters.mtp import num_mtp_layers
@@ -111,7 +111,7 @@ def inspect_checkpoint(
         lines=tuple(fold_lines(lines) if fold else lines),
         num_values=len(catalog.blobs) + len(catalog.values),
         values=values,
-        has_manifest=manifest_of(catalog) is not None,
+        has_manifest=catalog.manifest is not None,
         notes=(*catalog.notes, *_describe_payloads(catalog)),
         parts=parts,
     )

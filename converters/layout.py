@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil, prod
 from typing import Any
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo, row_blocks
 from converters.collector import collector_paused
 from converters.dtypes import itemsize
 from converters.errors import ConfigError
@@ -205,14 +205,3 @@ def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Fi
             hint=f"a row is not split between files, so {num_files - sum(map(bool, held)):,} would be empty",
         )
     return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(held)}
-
-
-def row_blocks(box: Box, element_bytes: int, max_bytes: int) -> Iterator[Box]:
-    """`box` cut along dim 0 into parts of at most `max_bytes` each (one row where a row is larger)."""
-    if not box.sizes or box.num_elements * element_bytes <= max_bytes:
-        yield box
-        return
-    rows = max(1, max_bytes // (prod(box.sizes[1:]) * element_bytes))
-    for start in range(0, box.sizes[0], rows):
-        size = min(rows, box.sizes[0] - start)
-        yield Box((box.offsets[0] + start, *box.offsets[1:]), (size, *box.sizes[1:]))

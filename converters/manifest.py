@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from converters.catalog import Catalog, Unread
 from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import crc32, join_crc32
 from converters.engine.digest import sum_of_rows
@@ -138,13 +137,6 @@ def read_manifest(folder: Path) -> Manifest | None:
         for part in name.split("/"):
             checked_file_name(part, what=str(path))
     return Manifest(tensors, files, content.get("accepted") is True, str(content.get("selected", "")))
-
-
-def manifest_of(catalog: Catalog) -> Manifest | None:
-    """The manifest of the folder that a catalog's files are in, read once; None where it has none."""
-    if isinstance(catalog.manifest, Unread):
-        catalog.manifest = read_manifest(catalog.root)
-    return catalog.manifest
 
 
 def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from converters import rules
-from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, Chunk, TensorEntry
 from converters.dtypes import itemsize
 from converters.families.base import Family, ModelArgs, Parameter, StoredTensor
 from converters.namings import rules_for, with_placeholder

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.expressions import Expression, Source
 from converters.families.base import Family, ModelArgs, Multimodal

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.encoder import Encoded, require_in_range
 from converters.mxfp4 import (
     BLOCK,

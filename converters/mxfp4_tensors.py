@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.dtypes import DTYPES
 from converters.expressions import Expression, Mxfp4Blocks, Source
 from converters.mxfp4 import CODE_BYTES

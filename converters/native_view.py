@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from converters import rules
-from converters.catalog import TensorInfo, TensorSource
+from converters.box import TensorInfo, TensorSource
 from converters.compare import first_difference
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, list_offenders

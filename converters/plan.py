@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.catalog import Box, TensorInfo, count_dtypes
+from converters.box import Box, TensorInfo, count_dtypes
 from converters.collector import collector_paused
 from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
 from converters.families.base import Parameter, Role
 from converters.fp8 import num_blocks

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.engine.journal import files_identity
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.expressions import Mxfp4Blocks

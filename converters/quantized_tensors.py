@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from converters.catalog import Box, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
 from converters.expressions import Expression, Fp8Blocks, Source
 from converters.fp8 import num_blocks
 from converters.mxfp4_scheme import Mxfp4Scheme

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from converters.assets import TOKENIZERS, largest_token_id
-from converters.catalog import Catalog, TensorInfo, count_dtypes
+from converters.box import TensorInfo, count_dtypes
+from converters.catalog import Catalog
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError, printable
 from converters.model_info import ModelInfo

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import write_assets
-from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.box import Box, TensorInfo, count_dtypes
+from converters.catalog import Catalog
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.dtypes import itemsize

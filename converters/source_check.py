@@ -13,7 +13,7 @@ from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.fold import fold_texts
-from converters.manifest import DoAll, Manifest, TensorSum, changed_since, check_files, in_threads, manifest_of
+from converters.manifest import DoAll, Manifest, TensorSum, changed_since, check_files, in_threads
 from converters.names import MANIFEST
 
 
@@ -172,7 +172,7 @@ def _digest_of(reader: CatalogReader, name: str) -> TensorDigest:
 
 def _manifest_of(catalog: Catalog) -> Manifest | None:
     """The manifest that lists the catalog's files; None where it is another checkpoint's in the same folder."""
-    manifest = manifest_of(catalog)
+    manifest = catalog.manifest
     return None if manifest is None or catalog.tensor_files.isdisjoint(manifest.files) else manifest
 
 

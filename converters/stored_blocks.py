@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.errors import CheckpointError
 from converters.expressions import Expression, Fp8Blocks, Mxfp4Blocks, Stack
 from converters.fp8 import num_blocks

@@ -22,7 +22,7 @@ from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
-from converters.manifest import Manifest, check_files, manifest_of, read_manifest
+from converters.manifest import Manifest, check_files, read_manifest
 from converters.names import MANIFEST
 from converters.open import open_checkpoint, require_exists
 from converters.verify_report import Check, VerifyReport
@@ -115,7 +115,7 @@ def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, ru
 
 def _manifest_for(catalog: Catalog, path: Path) -> Manifest | None:
     """The manifest of a folder; for a single file that of its folder, if it lists the file and its tensors."""
-    manifest = manifest_of(catalog)
+    manifest = catalog.manifest
     if manifest is None or path.is_dir():
         return manifest
     return manifest if path.name in manifest.files and catalog.tensors.keys() <= manifest.tensors.keys() else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from converters.catalog import Box, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
 from converters.engine.casts import count_non_finite
 from converters.errors import CheckpointError
 from converters.expressions import Expression, Rows, source_rows

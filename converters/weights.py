@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import Box, Catalog, TensorInfo
+from converters.box import Box, TensorInfo, row_blocks
+from converters.catalog import Catalog
 from converters.collector import collector_paused
 from converters.compare import BLOCK_BYTES
 from converters.containers.registry import CONTAINERS
@@ -18,7 +19,6 @@ from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.fold import fold_texts
-from converters.layout import row_blocks
 from converters.model_from import find_model_info, has_all_fields
 from converters.model_info import ModelInfo, find_model_file
 from converters.models_inside import IN_OPTIMIZER, is_of

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo, row_blocks
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
 from converters.containers.target import Target
 from converters.dtypes import itemsize
-from converters.layout import row_blocks
 
 LLAMA_405B_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

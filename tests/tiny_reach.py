@@ -157,7 +157,7 @@ class Arrays:
     """Weights in memory as a `TensorSource`."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
-        from converters.catalog import TensorInfo
+        from converters.box import TensorInfo
 
         self.arrays = arrays
         self.tensors = {name: TensorInfo("float32", values.shape) for name, values in arrays.items()}

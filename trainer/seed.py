@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import write_assets
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.commit import check_destination
 from converters.containers.dcp_write import plan_dcp
 from converters.dtypes import itemsize

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import local_box

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorInfo
+from converters.box import Box, TensorInfo
+from converters.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
 from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, StorageLocation
 from converters.containers.paths import checked_file_name
 from converters.containers.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load

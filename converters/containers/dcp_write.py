@@ -6,7 +6,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import UNLOCATED, Box, Chunk, TensorEntry, TensorInfo
+from converters.box import Box, TensorInfo
+from converters.catalog import UNLOCATED, Chunk, TensorEntry
 from converters.collector import collector_paused
 from converters.containers.dcp_item import item_layout, item_shell
 from converters.containers.dcp_metadata import dump_places

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, Chunk, TensorEntry
 from converters.containers import torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import refuse_strange_files

@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, Chunk, TensorEntry
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.paths import checked_file_name, checked_file_size
 from converters.containers.sniff import refuse_strange_files

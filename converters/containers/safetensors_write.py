@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
 from converters.crc import crc32
 from converters.dtypes import DTYPES, itemsize

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.crc import crc32, join_crc32
 from converters.errors import CheckpointError
 from converters.manifest import FileSum

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, RefusedClass, Sealed, Stubs, safe_load
 from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
 from converters.errors import CheckpointError, UnsupportedError

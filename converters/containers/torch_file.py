@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, Chunk, TensorEntry
 from converters.containers.dcp_item import check_plain, read_archive, storage_record
 from converters.containers.paths import checked_file_size
 from converters.containers.stored_zip import ZipRecord

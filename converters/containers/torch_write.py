@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import Box, TensorSource
+from converters.box import Box, TensorSource
 from converters.containers.target import Slot, Target, write_all
 from converters.cover import BoxIndex
 from converters.crc import crc32, join_crc32

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_intdigest
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.dtypes import itemsize
 
 _MODULUS = 1 << 128

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.casts import count_non_finite
 from converters.errors import CheckpointError
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from converters.catalog import Catalog, TensorSource
+from converters.box import TensorSource
+from converters.catalog import Catalog
 from converters.containers.target import Target
 from converters.crc import crc32
 from converters.errors import CheckpointError

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import UNLOCATED, Box, Catalog, Chunk, TensorInfo
+from converters.box import Box, TensorInfo
+from converters.catalog import UNLOCATED, Catalog, Chunk
 from converters.containers.dcp_item import checked_record, read_item
 from converters.containers.stored_zip import read_zip
 from converters.cover import BoxIndex

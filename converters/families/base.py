@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.rules import Drop, Rule
 
 if TYPE_CHECKING:
-    from converters.catalog import TensorInfo
+    from converters.box import TensorInfo
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
 

@@ -15,7 +15,7 @@ from converters.families.llama import HF, TITAN_QKV_LINEAR
 from converters.rules import Op, Rows, Rule, Same, Transposed, Zeros
 
 if TYPE_CHECKING:
-    from converters.catalog import TensorInfo
+    from converters.box import TensorInfo
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
 _MOE, _EXPERTS = _L + "moe.", _L + "moe.experts."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import ConfigError
 
 if TYPE_CHECKING:
-    from converters.catalog import TensorInfo
+    from converters.box import TensorInfo
     from converters.containers.target import Target
     from converters.families.base import Family, Naming
     from converters.mesh_shape import MeshShape

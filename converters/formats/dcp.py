@@ -16,7 +16,7 @@ EXTRA_FILE = "__extra_0.distcp"  # what a multimodal checkpoint has beside the t
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
-    from converters.catalog import Box
+    from converters.box import Box
     from converters.containers.dcp_write import plan_dcp
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
     from converters.dtypes import itemsize

@@ -56,7 +56,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     from converters.assets import write_assets, write_tokenizer_for_hf
-    from converters.catalog import count_dtypes
+    from converters.box import count_dtypes
     from converters.model_info import write_hf_config
     from converters.names import HF_CONFIG
 

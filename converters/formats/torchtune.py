@@ -114,7 +114,7 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
 
 def _write_model_files(folder: Path, contents: Contents, style: str) -> list[str]:
     """Write the files that describe the model; torchtune itself reads config.json. Returns their names."""
-    from converters.catalog import count_dtypes
+    from converters.box import count_dtypes
     from converters.model_info import write_hf_config, write_meta_params, write_model_info
 
     if style == "hf":

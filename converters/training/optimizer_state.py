@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from converters.catalog import Box, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
 from converters.compare import first_differing_block
 from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.dtypes import DTYPES

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.catalog import Box, Catalog, TensorInfo
+from converters.box import Box, TensorInfo
+from converters.catalog import Catalog
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.expressions import Expression, Source

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.threads import in_parallel

@@ -17,7 +17,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once  # noqa: E402
 
-from converters.catalog import Box, TensorInfo  # noqa: E402
+from converters.box import Box  # noqa: E402
+from converters.catalog import TensorInfo  # noqa: E402
 from converters.containers.dcp_item import blob_item  # noqa: E402
 from converters.containers.dcp_write import plan_dcp  # noqa: E402
 from converters.dtypes import itemsize, numpy_dtype  # noqa: E402

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.manifest import check_files
 from converters.mesh_shape import MeshShape
 from converters.open import open_checkpoint

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.dtypes import itemsize
 from converters.families.registry import get_family
 from converters.layout import MIB

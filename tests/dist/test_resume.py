@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.convert import convert
 from converters.engine.digest import TensorDigest
 from converters.families.llama3 import FLAVORS, LLAMA3

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch.distributed.tensor import DTensor
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.read import CatalogReader
 from converters.open import open_checkpoint
 from tests.dist.training import SEED, Layout, build_model

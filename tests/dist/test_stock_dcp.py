@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.containers.dcp_write import plan_dcp
 from converters.engine.read import CatalogReader
 from converters.open import open_checkpoint

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.families import registry as families
 from converters.families.base import ModelArgs, Role, YarnRope
 from converters.families.registry import get_family

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS

@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 
 from converters.assets import find_assets
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.digest import TensorDigest, digest_of_sum
 from converters.errors import ConfigError, list_offenders
 from converters.families.registry import get_family
-from converters.manifest import TensorSum, manifest_of
+from converters.manifest import TensorSum
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.namings import fused_with
 from converters.view import View
@@ -40,7 +40,7 @@ def _weights_identity(weights: NativeWeights) -> str:
 
     Both use native names and values, so they do not depend on the format.
     """
-    manifest, used, stored = manifest_of(weights.catalog), weights.source.ledger.used, weights.catalog.tensors
+    manifest, used, stored = weights.catalog.manifest, weights.source.ledger.used, weights.catalog.tensors
     names = {name for names in used.values() for name in names}
     scales = weights.source.ledger.scales
     files = {chunk.file for name in names for chunk in stored[name].chunks}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.commit import check_destination
 from converters.containers.target import Target
 from converters.errors import CheckpointError, list_offenders

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, list_offenders
 from converters.names import OPTIMIZER, RNG, section_of

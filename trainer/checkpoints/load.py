@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters.assets import CLASS_DEFAULTS
-from converters.catalog import Box, Catalog, TensorInfo, TensorSource
+from converters.box import Box, TensorInfo, TensorSource
+from converters.catalog import Catalog
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders

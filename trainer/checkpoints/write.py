@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from converters.assets import write_assets
-from converters.catalog import Box, Catalog, TensorEntry
+from converters.box import Box, row_blocks
+from converters.catalog import Catalog, TensorEntry
 from converters.commit import commit, new_staging
 from converters.cover import overlap
 from converters.dtypes import itemsize
 from converters.engine.digest import TensorDigest, has_whole_rows
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
-from converters.layout import row_blocks
 from converters.manifest import TensorSum, write_manifest
 from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo

@@ -6,7 +6,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from converters.catalog import Box, Catalog, TensorInfo
+from converters.box import Box, TensorInfo
+from converters.catalog import Catalog
 from converters.containers.target import Target
 from converters.dtypes import DTYPES
 from converters.engine.copy import CopyResult, copy_tensors

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.convert import convert
 from converters.errors import UnsupportedError
 from converters.families.base import LinearRope

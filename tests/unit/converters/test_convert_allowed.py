@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from converters import execute
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from converters.catalog import Box, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Chunk, TensorEntry
 from converters.cover import BoxIndex, cover_problem
 
 

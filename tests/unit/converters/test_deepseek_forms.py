@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.convert import convert
 from converters.diff import diff
 from converters.engine.read import CatalogReader

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.engine.digest import TensorDigest, digest_of_sum, sum_of_rows
 from converters.expressions import (
     AllZeros,

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.read import CatalogReader
 from converters.errors import TitanError
 from converters.open import open_checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from converters import fp8
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.expressions import Fp8Blocks, HeadRows, Source, Stack, source_rows
 from tests.fp8_folders import dequantize, quantize
 

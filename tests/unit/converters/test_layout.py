@@ -16,20 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo, row_blocks
 from converters.containers.dcp_write import plan_dcp
 from converters.errors import ConfigError
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
-from converters.layout import (
-    boxes_for_any_mesh,
-    boxes_for_mesh,
-    boxes_for_num_files,
-    chunk_bounds,
-    local_box,
-    row_blocks,
-)
+from converters.layout import boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files, chunk_bounds, local_box
 from converters.mesh_check import check_mesh, expert_mesh_problems
 from converters.mesh_shape import MeshShape
 from converters.stages import ranks_of_stages, split_stages, stages_of_rank

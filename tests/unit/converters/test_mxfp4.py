@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.expressions import Mxfp4Blocks, Source
 from converters.mxfp4 import block_amax, decode, encode, scales_rounded_down, scales_rounded_up
 from tests.tiny_gpt_oss import dequantize, quantize

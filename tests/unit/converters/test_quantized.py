@@ -111,7 +111,7 @@ def test_the_trainer_and_inference_read_slices(fp8):
         expected = dequantized(fp8)[Q]
         assert weights.tensors["layers.0.attention.wq.weight"].dtype == "bfloat16"
         assert wide.tensors["layers.0.attention.wq.weight"].dtype == "float32"
-        from converters.catalog import Box
+        from converters.box import Box
 
         found = weights.read("layers.0.attention.wq.weight", Box((60, 120), (40, 20)))
         assert found.tobytes() == expected[60:100, 120:140].contiguous().view(torch.uint8).numpy().tobytes()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.errors import CheckpointError
 from converters.expressions import Source
 from converters.families.base import ModelArgs

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, UnsupportedError

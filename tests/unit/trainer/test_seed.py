@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
 from converters.families.llama3 import FLAVORS, LLAMA3

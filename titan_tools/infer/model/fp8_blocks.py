@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.fp8 import LARGEST, decode
 from converters.stored_blocks import CODES_OF, SCALES_OF
 from titan_tools.infer.model.compiling import compile_all_shapes

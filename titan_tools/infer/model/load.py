@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from converters.catalog import Box, TensorSource
+from converters.box import Box, TensorSource
 from converters.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, Parameter, Role
 from converters.families.registry import get_family

@@ -14,9 +14,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from converters.catalog import Box, TensorSource
+from converters.box import Box, TensorSource, row_blocks
 from converters.dtypes import itemsize
-from converters.layout import row_blocks
 from converters.sizes import MIB
 from converters.threads import deferred_signals
 from trainer.checkpoints.arrays import as_tensor

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.stored_blocks import MXFP4, BlocksSource
 from titan_tools.infer.model.fp8_blocks import Fp8Slice, Reads, fp8_reads, fp8_slice
 from titan_tools.infer.model.linear import LinearWeight

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.errors import ConfigError
 from converters.families.base import ModelArgs, Parameter, Role
 from converters.layout import chunk_bounds

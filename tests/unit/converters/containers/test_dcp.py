@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, TensorProperties
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.containers.dcp_metadata import parse_metadata
 from converters.containers.dcp_write import plan_dcp

@@ -2,7 +2,7 @@
 
 import tracemalloc
 
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.containers import dcp_write
 from converters.containers.dcp_item import blob_item
 from converters.containers.dcp_write import BLOB_FILE, plan_dcp

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import converters.engine.copy as copying
-from converters.catalog import Box
+from converters.box import Box
 from converters.containers import meta_shards
 from converters.convert import convert
 from converters.diff import diff

@@ -6,7 +6,7 @@ from zlib import crc32
 import pytest
 import torch
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.containers.torch_write import plan_torch
 from converters.crc import join_crc32
 from converters.engine.read import CatalogReader

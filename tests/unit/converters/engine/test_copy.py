@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import converters.engine.copy as copying
-from converters.catalog import Box, TensorInfo
+from converters.box import Box, TensorInfo
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
 from converters.engine.casts import cast, count_non_finite

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_intdigest
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.digest import TensorDigest, sum_of_hashes
 from tests.unit.converters.test_cover import split
 

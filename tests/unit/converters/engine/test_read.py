@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import converters.engine.read as read
-from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, Chunk, TensorEntry
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from tests.unit.converters.test_cover import split

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from converters.catalog import TensorInfo
+from converters.box import TensorInfo
 from converters.convert import convert
 from converters.errors import CheckpointError
 from converters.families.registry import get_family

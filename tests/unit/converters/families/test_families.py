@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families import qwen3

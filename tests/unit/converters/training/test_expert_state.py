@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.families.qwen3 import FLAVORS, QWEN3

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.view import View
 from converters.weights import open_native
 from titan_tools.infer.identity import origin_of

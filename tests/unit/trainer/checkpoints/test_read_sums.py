@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.box import Box
+from converters.catalog import Catalog, Chunk, TensorEntry
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS

@@ -9,7 +9,7 @@ from time import sleep
 import numpy as np
 import pytest
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.engine import copy
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters

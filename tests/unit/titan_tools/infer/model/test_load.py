@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from converters.catalog import Box
+from converters.box import Box
 from converters.errors import CheckpointError
 from converters.stored_blocks import BlocksSource
 from converters.weights import open_native
