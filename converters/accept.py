@@ -4,8 +4,21 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from converters.catalog import Catalog
-from converters.checks import (
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import (
+    HF_CONFIG,
+    HF_GENERATION_CONFIG,
+    HF_INDEX,
+    MANIFEST,
+    META_PARAMS,
+    MODEL_INFO,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+)
+from converters.containers.registry import CONTAINERS
+from converters.conversion.execute import Progress, no_progress
+from converters.engine.read import CatalogReader
+from converters.integrity.checks import (
     check_container,
     check_items,
     check_model,
@@ -14,14 +27,12 @@ from converters.checks import (
     judge,
     read_through,
 )
-from converters.commit import find_complete, fsync_folder
-from converters.containers.paths import refuse_links_out
-from converters.containers.registry import CONTAINERS
-from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, list_offenders
-from converters.execute import Progress, no_progress
-from converters.json_file import read_json
-from converters.manifest import (
+from converters.integrity.verify_report import Changes, Check, VerifyReport
+from converters.source.models_inside import ROOT
+from converters.source.open import open_checkpoint, require_exists
+from converters.store.commit import find_complete, fsync_folder
+from converters.store.json_file import read_json
+from converters.store.manifest import (
     FileSum,
     Manifest,
     OtherVersion,
@@ -32,20 +43,9 @@ from converters.manifest import (
     sum_file,
     write_manifest,
 )
-from converters.models_inside import ROOT
-from converters.names import (
-    HF_CONFIG,
-    HF_GENERATION_CONFIG,
-    HF_INDEX,
-    MANIFEST,
-    META_PARAMS,
-    MODEL_INFO,
-    TOKENIZER_CONFIG,
-    TOKENIZER_JSON,
-)
-from converters.open import open_checkpoint, require_exists
-from converters.replace_file import fsync
-from converters.verify_report import Changes, Check, VerifyReport
+from converters.store.paths import refuse_links_out
+from converters.store.replace_file import fsync
+from converters.views.catalog import Catalog
 
 _READ_AS_JSON = {
     HF_CONFIG, HF_GENERATION_CONFIG, HF_INDEX, META_PARAMS, MODEL_INFO, TOKENIZER_CONFIG, TOKENIZER_JSON,

@@ -7,27 +7,27 @@ Importing it does not import torch. Functions raise the errors of this module, a
 from collections.abc import Sequence
 from pathlib import Path
 
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
+from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.convert import ConvertReport
 from converters.convert import convert as _convert
 from converters.diff import DiffReport
 from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
-from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.families import hf_config, llama
 from converters.families.base import Block, Dense, Experts, Family, GroupedQuery, ModelArgs, Naming, Parameter, Role
 from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
+from converters.families.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
 from converters.formats.base import OutputOptions
-from converters.hub_names import find_local
 from converters.inspect import Inspection, inspect_checkpoint
-from converters.mesh_shape import MeshShape
+from converters.integrity.verify_report import VerifyReport
+from converters.layout.mesh_shape import MeshShape
 from converters.reshard import ReshardReport
 from converters.reshard import reshard as _reshard
-from converters.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
+from converters.source.weights import NativeWeights, open_native
+from converters.store.hub_names import find_local
 from converters.verify import verify as _verify
-from converters.verify_report import VerifyReport
-from converters.weights import NativeWeights, open_native
 
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",

@@ -6,24 +6,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.box import TensorInfo, count_dtypes
-from converters.catalog import Catalog
-from converters.completed import completed
+from converters.common.box import TensorInfo, count_dtypes
+from converters.common.errors import CheckpointError, ConfigError
+from converters.common.sizes import MIB
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
-from converters.destination import destination_of
-from converters.engine.copy import DEFAULT_WORKERS
-from converters.engine.journal import plan_fingerprint
-from converters.errors import CheckpointError, ConfigError
-from converters.execute import Execution, Progress, no_progress
-from converters.expressions import TRANSPOSED_ROWS
-from converters.families.registry import get_family
-from converters.formats.base import Format, OutputOptions
-from converters.formats.registry import get_format, usual_format
-from converters.mtp import check_repeats, describe_mtp
-from converters.multimodal import describe_extras, require_extras
-from converters.namings import is_named
-from converters.needs import (
+from converters.conversion.completed import completed
+from converters.conversion.destination import destination_of
+from converters.conversion.execute import Execution, Progress, no_progress
+from converters.conversion.needs import (
     COPY_BYTES_PER_SEC,
     DEQUANTIZE_BYTES_PER_SEC,
     QUANTIZE_BYTES_PER_SEC,
@@ -33,14 +24,23 @@ from converters.needs import (
     Needs,
     estimate_needs,
 )
-from converters.open import open_checkpoint, require_exists
-from converters.plan import ConversionPlan, plan_conversion
-from converters.quantize import describe_unknown, opened_scales
-from converters.remarks import describe_dtypes, describe_quantized
-from converters.sizes import MIB
-from converters.source_check import unchecked_remark, vouched_for
-from converters.trained_by import TRAINED_BY, apply_trained_by
-from converters.weights import NativeWeights, dequantized_for, native_weights
+from converters.conversion.plan import ConversionPlan, plan_conversion
+from converters.conversion.quantize import describe_unknown, opened_scales
+from converters.conversion.remarks import describe_dtypes, describe_quantized
+from converters.conversion.trained_by import TRAINED_BY, apply_trained_by
+from converters.engine.copy import DEFAULT_WORKERS
+from converters.engine.journal import plan_fingerprint
+from converters.families.registry import get_family
+from converters.formats.base import Format, OutputOptions
+from converters.formats.registry import get_format, usual_format
+from converters.integrity.source_check import unchecked_remark, vouched_for
+from converters.model.mtp import check_repeats, describe_mtp
+from converters.model.multimodal import describe_extras, require_extras
+from converters.naming.namings import is_named
+from converters.source.open import open_checkpoint, require_exists
+from converters.source.weights import NativeWeights, dequantized_for, native_weights
+from converters.views.catalog import Catalog
+from converters.views.expressions import TRANSPOSED_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from converters.box import Box, TensorInfo, TensorSource
-from converters.catalog import Catalog
-from converters.compare import Deviation, first_differing_block, measure_gap
+from converters.common.box import Box, TensorInfo, TensorSource
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, ConfigError
+from converters.common.fold import number_ranges
 from converters.containers.dcp_item import read_blob_item
-from converters.dtypes import itemsize
+from converters.conversion.execute import Progress, no_progress
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError
-from converters.execute import Progress, no_progress
-from converters.expressions import HeadRows, Source, Transpose
 from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family
-from converters.fold import number_ranges
-from converters.foreign_view import foreign_view
-from converters.model_info import ModelInfo, describes_model
-from converters.models_inside import SeveralModels
-from converters.namings import fused_with, namings_for
-from converters.open import open_checkpoint
-from converters.view import Ledger, View
-from converters.weights import model_part, native_weights
+from converters.model.model_info import ModelInfo, describes_model
+from converters.naming.foreign_view import foreign_view
+from converters.naming.namings import fused_with, namings_for
+from converters.source.models_inside import SeveralModels
+from converters.source.open import open_checkpoint
+from converters.source.weights import model_part, native_weights
+from converters.views.catalog import Catalog
+from converters.views.compare import Deviation, first_differing_block, measure_gap
+from converters.views.expressions import HeadRows, Source, Transpose
+from converters.views.view import Ledger, View
 
 
 @dataclass(frozen=True, slots=True)

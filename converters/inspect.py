@@ -8,22 +8,22 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.box import Box, TensorInfo, count_dtypes
-from converters.catalog import Catalog
+from converters.common.box import Box, TensorInfo, count_dtypes
+from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.fold import TensorLine, fold_lines
+from converters.common.names import OPTIMIZER
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import Experts, GroupedQuery, Naming, Role, args_to_json
 from converters.families.registry import all_families, get_family
-from converters.fold import TensorLine, fold_lines
-from converters.model_from import find_model_info
-from converters.model_info import ModelInfo, describes_model
-from converters.mtp import num_mtp_layers
-from converters.names import OPTIMIZER
-from converters.namings import is_named
-from converters.open import open_checkpoint
-from converters.quantized_tensors import QuantizedTensors
-from converters.weights import model_part, naming_of, native_weights, quantized_tensors
+from converters.model.model_info import ModelInfo, describes_model
+from converters.model.mtp import num_mtp_layers
+from converters.naming.namings import is_named
+from converters.quantized.quantized_tensors import QuantizedTensors
+from converters.source.model_from import find_model_info
+from converters.source.open import open_checkpoint
+from converters.source.weights import model_part, naming_of, native_weights, quantized_tensors
+from converters.views.catalog import Catalog
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."

@@ -9,33 +9,32 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from converters.assets import write_assets
-from converters.box import Box, TensorInfo, count_dtypes
-from converters.catalog import Catalog
+from converters.common.box import Box, TensorInfo, count_dtypes
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
+from converters.common.fold import fold_texts
+from converters.common.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
-from converters.dtypes import itemsize
+from converters.conversion.execute import Execution, Progress, check_places, execute, no_progress
+from converters.conversion.needs import Needs, estimate_needs
+from converters.conversion.plan import find_casts, find_kept_float32
+from converters.conversion.remarks import describe_quantized
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
-from converters.execute import Execution, Progress, check_places, execute, no_progress
-from converters.expressions import has_own_rows
 from converters.families.registry import get_family
-from converters.fold import fold_texts
 from converters.formats.dcp import EXTRA_FILE
-from converters.json_file import read_json
-from converters.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
-from converters.manifest import list_files
-from converters.mesh_check import check_mesh
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
-from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
-from converters.needs import Needs, estimate_needs
-from converters.open import open_checkpoint, require_exists
-from converters.plan import find_casts, find_kept_float32
-from converters.remarks import describe_quantized
-from converters.source_check import check_blobs, unchecked_remark, vouched_for
+from converters.integrity.source_check import check_blobs, unchecked_remark, vouched_for
+from converters.layout.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
+from converters.layout.mesh_check import check_mesh
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
+from converters.source.open import open_checkpoint, require_exists
+from converters.source.weights import dequantized_for
+from converters.store.json_file import read_json
+from converters.store.manifest import list_files
+from converters.tokenizers.assets import write_assets
 from converters.training.contents import ReshardedContents, collect
 from converters.training.parameter_names import read_spelling
 from converters.training.sections import (
@@ -46,8 +45,9 @@ from converters.training.sections import (
     find_sections,
     with_titan_sections,
 )
-from converters.view import View
-from converters.weights import dequantized_for
+from converters.views.catalog import Catalog
+from converters.views.expressions import has_own_rows
+from converters.views.view import View
 
 # Tensors that every rank reads whole (step counters, RNG states) share a file, instead of being in a rank's large one
 SMALL_TENSOR_FILE = "__small_0.distcp"

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from converters.catalog import Catalog
-from converters.checks import (
+from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.names import MANIFEST
+from converters.containers.registry import CONTAINERS
+from converters.conversion.execute import Progress, no_progress
+from converters.engine.read import CatalogReader
+from converters.integrity.checks import (
     DigestRules,
     check_container,
     check_downloaded,
@@ -16,16 +20,12 @@ from converters.checks import (
     judge,
     read_through,
 )
-from converters.containers.hf_cache import snapshot_of
-from converters.containers.paths import refuse_links_out
-from converters.containers.registry import CONTAINERS
-from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
-from converters.execute import Progress, no_progress
-from converters.manifest import Manifest, check_files, read_manifest
-from converters.names import MANIFEST
-from converters.open import open_checkpoint, require_exists
-from converters.verify_report import Check, VerifyReport
+from converters.integrity.verify_report import Check, VerifyReport
+from converters.source.open import open_checkpoint, require_exists
+from converters.store.hf_cache import snapshot_of
+from converters.store.manifest import Manifest, check_files, read_manifest
+from converters.store.paths import refuse_links_out
+from converters.views.catalog import Catalog
 
 
 def verify(

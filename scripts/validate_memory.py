@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from converters.errors import TitanError, UnsupportedError
+from converters.common.errors import TitanError, UnsupportedError
 from tests.published_memory.measure import estimate
 from tests.published_memory.rows import RejectedRow, Row, read_rows
 from tests.published_memory.table import document, markdown, score

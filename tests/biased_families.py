@@ -14,7 +14,7 @@ from torch import nn
 from converters.families import hf_config, llama
 from converters.families import registry as families
 from converters.families.base import Family, Naming, Parameter, Role
-from converters.rules import Rule, Same
+from converters.families.rules import Rule, Same
 from tests.tiny_families import NUMBERS
 from trainer.models import registry as trained_families
 from trainer.models.llama3.model import Attention, Transformer

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from converters.box import Box, TensorInfo, row_blocks
+from converters.common.box import Box, TensorInfo, row_blocks
+from converters.common.dtypes import itemsize
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
 from converters.containers.target import Target
-from converters.dtypes import itemsize
 
 LLAMA_405B_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from converters.convert import convert
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
-from converters.model_info import read_model_info, write_model_info
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import read_model_info, write_model_info
 from tests import tiny_deepseek
 from tests.hf_names import interleaved, native_name
 

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from converters.collector import collector_paused
+from converters.common.collector import collector_paused
 from converters.families.base import ModelArgs
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Trace
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.job import Job
-from trainer.mesh import make_meshes
+from trainer.job.job import Job
 from trainer.optim.optimizer import build_optimizer
-from trainer.process_group import fake_ranks
+from trainer.ranks.mesh import make_meshes
+from trainer.ranks.process_group import fake_ranks
 from trainer.step import TrainStep
 
 # Operator, and what it calls ("": nothing), → what its CPU kernel makes room for, and gives back before it returns

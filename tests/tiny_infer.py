@@ -2,7 +2,7 @@
 
 import torch
 
-from converters.weights import open_native
+from converters.source.weights import open_native
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, GenerationSettings, generate
 from titan_tools.infer.model.load import SlicedModel, load_model

@@ -157,7 +157,7 @@ class Arrays:
     """Weights in memory as a `TensorSource`."""
 
     def __init__(self, arrays: dict[str, np.ndarray]):
-        from converters.box import TensorInfo
+        from converters.common.box import TensorInfo
 
         self.arrays = arrays
         self.tensors = {name: TensorInfo("float32", values.shape) for name, values in arrays.items()}
@@ -174,7 +174,7 @@ def load_native(model, name: str, *, tp=1, rank=0, dtype="float32", device="cpu"
     """A rank's part of transformers' `model`, by native names, without a folder."""
     import torch
 
-    from converters.model_info import ModelInfo
+    from converters.model.model_info import ModelInfo
     from titan_tools.infer.model.load import load_model
 
     info = ModelInfo("gpt_oss" if name == "gpt_oss" else "llama4", native_args(name, **numbers or {}))

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from titan_tools.console import print_error
+from titan_tools.terminal.console import print_error
 
 if TYPE_CHECKING:
     from titan_tools.installation import Problem

@@ -48,7 +48,7 @@ def load_for_inference(
     >>> model.generate(model.encode("def main("), max_new_tokens=4).text == completion.text
     True
     """
-    from converters.hub_names import find_local
+    from converters.store.hub_names import find_local
     from titan_tools.infer.generator import load_for_inference as _load
 
     return _load(
@@ -88,14 +88,14 @@ def estimate(
     >>> found.verdicts[0].verdict, found.fullest_rank.pp_rank
     ('fits', 0)
     """
-    from converters.errors import ConfigError, UnsupportedError, list_offenders
+    from converters.common.errors import ConfigError, UnsupportedError, list_offenders
     from titan_tools.memory.allocator_settings import allocator_of_environment
     from titan_tools.memory.command import find_gpu, gpu_problems
     from titan_tools.memory.estimate import estimate as _estimate
     from titan_tools.memory.imbalance import JUDGED_IMBALANCE, imbalance_problems
     from titan_tools.memory.trace.coverage import trace_gaps
     from trainer.config.load import load_config
-    from trainer.job import resolve_job
+    from trainer.job.job import resolve_job
 
     settings, gpu_type = load_config(config, overrides), None if gpu is None else find_gpu(gpu)
     if problems := gpu_problems(settings, gpu_type):

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from titan_tools.commands.config import config_app
 from titan_tools.commands.convert import convert_app
 from titan_tools.commands.data import data_app
@@ -27,10 +27,10 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
-from titan_tools.completion import TAKES_CONFIG
-from titan_tools.console import note, print_error
-from titan_tools.interrupts import resend_swallowed_signals
-from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
+from titan_tools.terminal.completion import TAKES_CONFIG
+from titan_tools.terminal.console import note, print_error
+from titan_tools.terminal.interrupts import resend_swallowed_signals
+from titan_tools.terminal.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
 
 EXIT_CODES = """\b
 Exit codes:
@@ -92,8 +92,8 @@ _IMPORT = "TITAN_IMPORT"  # passes --import to processes that this one starts
 def _print_version(context: typer.Context, requested: bool) -> None:
     if not requested:
         return
-    from titan_tools.console import print_json
     from titan_tools.installation import versions
+    from titan_tools.terminal.console import print_json
 
     found = versions()
     if context.params["as_json"]:

@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from titan_tools.installation import explain
-from titan_tools.interrupts import Handler
-from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
+from titan_tools.terminal.interrupts import Handler
+from titan_tools.terminal.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.config.custom_import import error_of_import, where_to_look
-from trainer.machine import HOST_CPU, Device
 from trainer.observability.status_line import is_possible
-from trainer.rendezvous import launched
-from trainer.signals import die_with_parent, write_at_once
+from trainer.ranks.machine import HOST_CPU, Device
+from trainer.ranks.rendezvous import launched
+from trainer.ranks.signals import die_with_parent, write_at_once
 
 _PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
 _STEP_DONE = "TITAN_STEP_DONE"  # names a file that rank 0 makes when the first step is done

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.base import Family
 from converters.families.registry import all_families
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS
-from converters.quantization import SPELLINGS
+from converters.quantized.quantization import SPELLINGS
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")

@@ -12,7 +12,7 @@ from trainer.config.sections import Config
 from trainer.data.datasets import register_dataset as _register_dataset
 from trainer.data.sample import IGNORED
 from trainer.data.samples import TokenSource
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.loss.registry import register_loss as _register_loss
 from trainer.models.registry import TrainerFamily
 from trainer.models.registry import register as _register_model

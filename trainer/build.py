@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.errors import UnsupportedError, list_offenders
+from converters.common.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
-from converters.layout import cuts_within_experts
+from converters.layout.layout import cuts_within_experts
 from trainer.data.batch import Batch
-from trainer.hardware import check_hardware
-from trainer.job import Job
+from trainer.job.hardware import check_hardware
+from trainer.job.job import Job
 from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
-from trainer.mesh import Meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
 from trainer.observability.log import note
@@ -60,6 +59,7 @@ from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
+from trainer.ranks.mesh import Meshes
 from trainer.train_model import Runner, Shard, TrainModel, WholeModel
 
 

@@ -16,18 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
-from converters.collector import collector_paused
-from converters.mesh_shape import MeshShape
+from converters.common.collector import collector_paused
+from converters.layout.mesh_shape import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.job import Job
-from trainer.mesh import ALL_RANKS, Meshes, communicators, local_part, make_meshes
+from trainer.job.job import Job
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.expert_exchange import EXCHANGES, bytes_sent
 from trainer.parallel.float8 import is_float8
 from trainer.parallel.tied import has_group_of_ends
-from trainer.process_group import fake_ranks
+from trainer.ranks.mesh import ALL_RANKS, Meshes, communicators, local_part, make_meshes
+from trainer.ranks.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 

@@ -9,22 +9,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.assets import write_assets
-from converters.box import TensorInfo
-from converters.commit import check_destination
+from converters.common.box import TensorInfo
+from converters.common.dtypes import itemsize
+from converters.common.names import ASSETS_FOLDER
 from converters.containers.dcp_write import plan_dcp
-from converters.dtypes import itemsize
+from converters.conversion.execute import Progress, execute, no_progress
 from converters.engine.copy import DEFAULT_WORKERS
-from converters.execute import Progress, execute, no_progress
-from converters.layout import boxes_for_mesh
-from converters.model_info import write_model_info
-from converters.names import ASSETS_FOLDER
-from converters.namings import is_named
-from trainer.chosen_model import chosen_model
+from converters.layout.layout import boxes_for_mesh
+from converters.model.model_info import write_model_info
+from converters.naming.namings import is_named
+from converters.store.commit import check_destination
+from converters.tokenizers.assets import write_assets
 from trainer.config.sections import Config
-from trainer.job import Job, resolve_job
-from trainer.machine import available_bytes, not_enough_memory
+from trainer.job.chosen_model import chosen_model
+from trainer.job.job import Job, resolve_job
 from trainer.models.initial_weights import InitialWeights, least_cache_bytes
+from trainer.ranks.machine import available_bytes, not_enough_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.data.batch import Batch
-from trainer.mesh import Meshes
 from trainer.optim.clip import GradientClip
 from trainer.optim.expert_balance import ExpertBalance, ExpertLoad
+from trainer.ranks.mesh import Meshes
 from trainer.train_model import TrainModel
 
 Phase = Literal["forward_backward", "clip", "update"]

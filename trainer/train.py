@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from converters.errors import Interrupted, NumericalFault, Preempted, TitanError
+from converters.common.errors import Interrupted, NumericalFault, Preempted, TitanError
 from converters.tokenizers.notes import tokenizer_notes
 from converters.tokenizers.reader import vocabulary_file
 from converters.tokenizers.tokenizer import document_ends
-from trainer.agree import on_first
 from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.export import Exports
@@ -21,16 +20,17 @@ from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import Progress, RunState
 from trainer.checkpoints.shared_folder import require_shared
 from trainer.checkpoints.step_folders import step_folder
-from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config
 from trainer.data.document_ends import with_end_token
 from trainer.data.training_data import text_preparation, train_loader
-from trainer.dump_folder import make_dump_folder, save_config
-from trainer.inputs import check_run, raise_all
-from trainer.job import Job, resolve_job
-from trainer.memory_bound import require_on_ranks
-from trainer.mesh import make_meshes
+from trainer.job.chosen_model import NO_TOKENIZER, chosen_model
+from trainer.job.dump_folder import make_dump_folder, save_config
+from trainer.job.inputs import check_run, raise_all
+from trainer.job.job import Job, resolve_job
+from trainer.job.memory_bound import require_on_ranks
+from trainer.job.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
+from trainer.job.run_header import header_lines
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note, phase
 from trainer.observability.profiling import PhaseNames, profiled
@@ -40,11 +40,11 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 from trainer.parallel.cpu_products import fp32_products, multiplies
 from trainer.parallel.float8 import float8_notes, is_float8
-from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
-from trainer.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
-from trainer.run_header import header_lines
+from trainer.ranks.agree import on_first
+from trainer.ranks.mesh import make_meshes
+from trainer.ranks.process_group import Ranks, Timeouts, join_ranks, leave_ranks
+from trainer.ranks.signals import StopRequest
 from trainer.runtime import GarbageCollection, device_name, set_determinism
-from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
 

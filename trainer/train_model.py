@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.threads import deferred_signals, in_parallel
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from converters.layout import local_box
-from converters.model_info import ModelInfo
-from converters.threads import deferred_signals, in_parallel
+from converters.layout.layout import local_box
+from converters.model.model_info import ModelInfo
 from trainer.data.batch import Batch
-from trainer.mesh import Meshes, local_part
 from trainer.models.initial_weights import InitialWeights
 from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
+from trainer.ranks.mesh import Meshes, local_part
 from trainer.runtime import cores_per_rank
 
 if TYPE_CHECKING:

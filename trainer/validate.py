@@ -14,7 +14,7 @@ from trainer.data.loader import TokenLoader
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules
 from trainer.data.samples import Weighted, refuse_too_many_steps
 from trainer.data.text_index import Preparation
-from trainer.mesh import Meshes
+from trainer.ranks.mesh import Meshes
 from trainer.train_model import TrainModel
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.catalog import Catalog
+from converters.views.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)

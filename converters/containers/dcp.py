@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from converters.catalog import Catalog
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.names import DCP_METADATA
 from converters.containers.base import Container, FolderFiles
 from converters.containers.dcp_metadata import DcpEntries, parse_metadata
 from converters.containers.dcp_ranks import check_ranks, join_ranks, rank_metadata_files
-from converters.containers.paths import checked_file_size
 from converters.containers.sniff import refuse_strange_files
-from converters.cover import require_cover
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.names import DCP_METADATA
+from converters.store.paths import checked_file_size
+from converters.views.catalog import Catalog
+from converters.views.cover import require_cover
 
 
 def read_catalog(path: Path) -> Catalog:

@@ -11,12 +11,12 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from converters.common.crc import crc32
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError
 from converters.containers.safe_pickle import PLAIN_STUBS, safe_load
 from converters.containers.stored_zip import ReadAt, ZipRecord, read_zip, zip_shell
 from converters.containers.tensor_pickle import TensorRef, dump_tensor, load_tensors
-from converters.crc import crc32
-from converters.dtypes import itemsize
-from converters.errors import CheckpointError
 
 _WINDOW_BYTES = 2048  # torch's head and tail of a tensor take 1.6 kB: one read at each end is enough
 _MAX_RECORD_BYTES = 64 << 20  # of small entries; storages may have any size

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from converters.box import Box, TensorInfo
-from converters.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
+from converters.common.box import Box, TensorInfo
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, UnsupportedError, in_words, list_offenders
 from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, StorageLocation
-from converters.containers.paths import checked_file_name
 from converters.containers.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
 from converters.containers.tensor_pickle import UNCOVERED_DTYPES, DTypeName
-from converters.dtypes import DTYPES
-from converters.errors import CheckpointError, UnsupportedError, in_words, list_offenders
+from converters.store.paths import checked_file_name
+from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
 
 _MAX_METADATA_BYTES = 8 << 30  # 10,000 ranks of a 405B write 6.7 GB
 VERSION = "1.0.0"

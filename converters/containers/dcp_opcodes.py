@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from converters.box import Box
+from converters.common.box import Box
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"

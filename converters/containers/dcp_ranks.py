@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import BlobEntry, Chunk, TensorEntry
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.containers.dcp_item import ItemData, read_blob_item, read_item
 from converters.containers.dcp_metadata import DcpEntries
-from converters.containers.paths import checked_file_size
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.store.paths import checked_file_size
+from converters.views.catalog import BlobEntry, Chunk, TensorEntry
 
 _METADATA = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")

@@ -6,19 +6,19 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from converters.box import Box, TensorInfo
-from converters.catalog import UNLOCATED, Chunk, TensorEntry
-from converters.collector import collector_paused
+from converters.common.box import Box, TensorInfo
+from converters.common.collector import collector_paused
+from converters.common.crc import crc32
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import item_layout, item_shell
 from converters.containers.dcp_metadata import dump_places
 from converters.containers.dcp_opcodes import StorageLocation
-from converters.containers.paths import checked_file_name
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
-from converters.cover import cover_problem
-from converters.crc import crc32
-from converters.errors import CheckpointError, list_offenders
-from converters.manifest import FileSum
-from converters.names import DCP_METADATA
+from converters.store.manifest import FileSum
+from converters.store.paths import checked_file_name
+from converters.views.catalog import UNLOCATED, Chunk, TensorEntry
+from converters.views.cover import cover_problem
 
 BLOB_FILE = "__blobs_0.distcp"  # small, so that ranks which need a step counter do not open each other's data files
 

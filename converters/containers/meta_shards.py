@@ -12,18 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from converters.box import Box
-from converters.catalog import Catalog, Chunk, TensorEntry
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, TitanError, list_offenders
+from converters.common.names import META_PARAMS, META_SHARD
 from converters.containers import torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import refuse_strange_files
-from converters.errors import CheckpointError, TitanError, list_offenders
 from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Role
 from converters.families.registry import read_meta_params
-from converters.json_file import read_json
-from converters.meta_names import as_loaded, meta_parameters
-from converters.names import META_PARAMS, META_SHARD
-from converters.namings import drop_reason
+from converters.naming.meta_names import as_loaded, meta_parameters
+from converters.naming.namings import drop_reason
+from converters.store.json_file import read_json
+from converters.views.catalog import Catalog, Chunk, TensorEntry
 
 _VOCABULARY = {EMBEDDING, OUTPUT}  # params.json of Llama 1 and 2 does not have its size
 _STATE = "._extra_state"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from converters.errors import CheckpointError, TitanError, UnsupportedError, in_words
+from converters.common.errors import CheckpointError, TitanError, UnsupportedError, in_words
 
 Stubs = Mapping[tuple[str, str], Any]  # (module, name) → stub
 

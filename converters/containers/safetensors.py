@@ -9,17 +9,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.box import Box
-from converters.catalog import Catalog, Chunk, TensorEntry
+from converters.common.box import Box
+from converters.common.dtypes import BY_SAFETENSORS, itemsize
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.names import HF_INDEX, HF_SINGLE
 from converters.containers.base import Container, FolderFiles, name_some
-from converters.containers.paths import checked_file_name, checked_file_size
 from converters.containers.sniff import refuse_strange_files
 from converters.containers.tensor_pickle import row_major
-from converters.cover import require_cover
-from converters.dtypes import BY_SAFETENSORS, itemsize
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.json_file import parse_json, read_json
-from converters.names import HF_INDEX, HF_SINGLE
+from converters.store.json_file import parse_json, read_json
+from converters.store.paths import checked_file_name, checked_file_size
+from converters.views.catalog import Catalog, Chunk, TensorEntry
+from converters.views.cover import require_cover
 
 _SHARDING = "DCP_SHARDING_INFO"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
+from converters.common.crc import crc32
+from converters.common.dtypes import DTYPES, itemsize
+from converters.common.errors import UnsupportedError, list_offenders
+from converters.common.names import HF_INDEX, HF_SINGLE
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
-from converters.crc import crc32
-from converters.dtypes import DTYPES, itemsize
-from converters.errors import UnsupportedError, list_offenders
-from converters.manifest import FileSum
-from converters.names import HF_INDEX, HF_SINGLE
+from converters.store.manifest import FileSum
 
 DEFAULT_SHARD_BYTES = 5_000_000_000  # the default of transformers
 

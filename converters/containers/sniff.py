@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 
 _NUM_BYTES = 512
 

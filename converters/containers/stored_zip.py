@@ -8,8 +8,8 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from converters.crc import crc32
-from converters.errors import CheckpointError
+from converters.common.crc import crc32
+from converters.common.errors import CheckpointError
 
 ReadAt = Callable[[int, int], bytes]  # (offset, length) → bytes of the zip
 

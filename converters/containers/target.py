@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.box import Box, TensorInfo
-from converters.crc import crc32, join_crc32
-from converters.errors import CheckpointError
-from converters.manifest import FileSum
+from converters.common.box import Box, TensorInfo
+from converters.common.crc import crc32, join_crc32
+from converters.common.errors import CheckpointError
+from converters.store.manifest import FileSum
 
 
 @dataclass(frozen=True, slots=True)

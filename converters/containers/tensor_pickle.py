@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from converters.box import TensorInfo
+from converters.common.box import TensorInfo
+from converters.common.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, RefusedClass, Sealed, Stubs, safe_load
-from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
-from converters.errors import CheckpointError, UnsupportedError
 
 # torch's element types that are not plain numbers of whole bytes, or that cannot be converted
 UNCOVERED_DTYPES = (

@@ -4,14 +4,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from converters.box import Box
-from converters.catalog import Catalog, Chunk, TensorEntry
+from converters.common.box import Box
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.containers.dcp_item import check_plain, read_archive, storage_record
-from converters.containers.paths import checked_file_size
 from converters.containers.stored_zip import ZipRecord
 from converters.containers.tensor_pickle import ByteStream, TensorRef, row_major
-from converters.dtypes import itemsize
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.store.paths import checked_file_size
+from converters.views.catalog import Catalog, Chunk, TensorEntry
 
 
 def read_catalog(path: Path) -> Catalog:

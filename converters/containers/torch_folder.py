@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from converters.catalog import Catalog, TensorEntry
+from converters.common.errors import CheckpointError
+from converters.common.names import DCP_METADATA, HF_INDEX, MANIFEST, TORCH_INDEX
 from converters.containers import safetensors, torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import first_bytes, is_safetensors, is_zip, refuse_strange_files, stranger
-from converters.errors import CheckpointError
-from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, TORCH_INDEX
+from converters.views.catalog import Catalog, TensorEntry
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
+from converters.common.crc import crc32, join_crc32
+from converters.common.dtypes import itemsize
+from converters.common.errors import UnsupportedError, list_offenders
+from converters.common.names import META_SHARD
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors
-from converters.crc import crc32, join_crc32
-from converters.dtypes import itemsize
-from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import StoredTensor
-from converters.manifest import FileSum
-from converters.meta_names import stored_shape
-from converters.names import META_SHARD
+from converters.naming.meta_names import stored_shape
+from converters.store.manifest import FileSum
 
 
 def plan_torch(

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from converters.box import Box, TensorSource
+from converters.common.box import Box, TensorSource
+from converters.common.crc import crc32, join_crc32
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.threads import deferred_signals, in_parallel
 from converters.containers.target import Slot, Target, write_all
-from converters.cover import BoxIndex
-from converters.crc import crc32, join_crc32
-from converters.dtypes import itemsize
-from converters.engine.casts import cast, check_castable, count_non_finite
-from converters.engine.digest import TensorDigest
-from converters.engine.encoder import Encoder
 from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
-from converters.errors import CheckpointError, list_offenders
-from converters.expressions import RowNumbers
-from converters.threads import deferred_signals, in_parallel
-from converters.view import View
+from converters.store.digest import TensorDigest
+from converters.views.casts import cast, check_castable, count_non_finite
+from converters.views.cover import BoxIndex
+from converters.views.encoder import Encoder
+from converters.views.expressions import RowNumbers
+from converters.views.view import View
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # read, hashed and written at a time: fits into a core's cache

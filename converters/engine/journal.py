@@ -13,14 +13,14 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from converters.box import TensorSource
-from converters.catalog import Catalog
+from converters.common.box import TensorSource
+from converters.common.crc import crc32
+from converters.common.errors import CheckpointError
+from converters.common.names import DCP_METADATA, MANIFEST
 from converters.containers.target import Target
-from converters.crc import crc32
-from converters.errors import CheckpointError
-from converters.expressions import Expression, HeadRows, Source, head_order
-from converters.file_lock import is_open_file, lock_file
-from converters.names import DCP_METADATA, MANIFEST
+from converters.store.file_lock import is_open_file, lock_file
+from converters.views.catalog import Catalog
+from converters.views.expressions import Expression, HeadRows, Source, head_order
 
 VERSION = 3
 

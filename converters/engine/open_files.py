@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 
 
 class OpenFiles:

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from converters.box import Box, TensorInfo
-from converters.catalog import UNLOCATED, Catalog, Chunk
+from converters.common.box import Box, TensorInfo
+from converters.common.crc import crc32
+from converters.common.dtypes import itemsize, numpy_dtype
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import checked_record, read_item
 from converters.containers.stored_zip import read_zip
-from converters.cover import BoxIndex
-from converters.crc import crc32
-from converters.dtypes import itemsize, numpy_dtype
 from converters.engine.open_files import OpenFiles
-from converters.errors import CheckpointError, UnsupportedError
+from converters.views.catalog import UNLOCATED, Catalog, Chunk
+from converters.views.cover import BoxIndex
 
 BLOCK_BYTES = 8 << 20
 _LONG_RUN_BYTES = 32 << 10  # from this length on, one read per run is faster than reading the gaps, too

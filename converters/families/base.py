@@ -6,10 +6,10 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.rules import Drop, Rule
+from converters.families.rules import Drop, Rule
 
 if TYPE_CHECKING:
-    from converters.box import TensorInfo
+    from converters.common.box import TensorInfo
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
 

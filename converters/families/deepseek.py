@@ -12,7 +12,7 @@ from converters.families.experts import (
     NO_EXPERT_BIAS,
     TITAN_NEWEST_EXPERTS,
 )
-from converters.rules import Drop, Rule, Stacked, Zeros
+from converters.families.rules import Drop, Rule, Stacked, Zeros
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
 _EXPERT_BIAS = _L + "moe.expert_bias"

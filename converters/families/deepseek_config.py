@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, YarnRope, rope_type
 from converters.families.deepseek_v3 import SIGMOID, SOFTMAX, DeepSeekArgs
 from converters.families.hf_config import (

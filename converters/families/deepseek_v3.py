@@ -44,7 +44,7 @@ class DeepSeekArgs(ModelArgs):
     num_groups: int = 1
     top_groups: int = 1
     balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
-    # Layers behind the others that a checkpoint keeps, and the model does not compute (see converters.mtp)
+    # Layers behind the others that a checkpoint keeps, and the model does not compute (see converters.model.mtp)
     num_mtp_layers: int = field(default=0, metadata=ONLY_FOR_TRAINING)
 
 

@@ -2,7 +2,7 @@
 
 from converters.families.base import Experts, Parameter, Role
 from converters.families.llama import swiglu_parameters
-from converters.rules import Half, Rule, Stacked, Zeros
+from converters.families.rules import Half, Rule, Stacked, Zeros
 
 NO_EXPERT_BIAS = "Hugging Face's class has no such offset, its experts are balanced by a loss"
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, YarnRope
 from converters.families.gpt_oss import GptOssArgs
 from converters.families.hf_config import GPT_OSS_FIELDS, ConfigClass, args_from_hf_config, hf_config
-from converters.model_numbers import check_numbers
+from converters.families.model_numbers import check_numbers
 
 _CONFIG = ConfigClass(
     called="GPT-OSS",

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.experts import NO_EXPERT_BIAS
 from converters.families.gpt_oss import ATTENTION_OF, FLAVORS, GptOssArgs, block, parameters
 from converters.families.gpt_oss_config import args_of, config_of, from_release, release_config
 from converters.families.llama import HF, TITAN_QKV_LINEAR
-from converters.rules import Op, Rows, Rule, Same, Transposed, Zeros
+from converters.families.rules import Op, Rows, Rule, Same, Transposed, Zeros
 
 if TYPE_CHECKING:
-    from converters.box import TensorInfo
+    from converters.common.box import TensorInfo
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
 _MOE, _EXPERTS = _L + "moe.", _L + "moe.experts."
@@ -117,7 +117,7 @@ def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, Ten
     down_proj, which is square in published models, says it where there is no gate_up_proj. Raises CheckpointError
     where no shape can.
     """
-    from converters.dtypes import DTYPES  # with numpy, which a config does not load
+    from converters.common.dtypes import DTYPES  # with numpy, which a config does not load
 
     if naming.name != _BLOCKS.name:
         return naming

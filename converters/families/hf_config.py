@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs
 from converters.families.hf_rope import DEFAULT_THETA, read_rope, refused_rope, rope_parameters
-from converters.model_numbers import check_numbers
+from converters.families.model_numbers import check_numbers
 
 # The use of a field of a config class. A tuple: the only accepted values, because others change the logits
 TRANSLATED = "becomes a number of ModelArgs"

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, rope_type
-from converters.model_numbers import check_numbers
+from converters.families.model_numbers import check_numbers
 
 DEFAULT_THETA = 10000.0  # of most classes, in both versions
 

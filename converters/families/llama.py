@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Naming, Parameter, Role
-from converters.rules import Drop, RopeHalves, Rule
+from converters.families.rules import Drop, RopeHalves, Rule
 
 
 def parameters(args: ModelArgs) -> list[Parameter]:

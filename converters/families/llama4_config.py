@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling, rope_type
 from converters.families.hf_config import LLAMA4_FIELDS, ConfigClass, args_from_hf_config, hf_config
 from converters.families.llama4 import Llama4Args

@@ -9,13 +9,13 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling, StoredTensor
 from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
 from converters.families.meta_params import ffn_hidden
-from converters.model_numbers import check_numbers
-from converters.rules import OTHER_MEDIUM, Drop, Rule, Transposed, Zeros
+from converters.families.model_numbers import check_numbers
+from converters.families.rules import OTHER_MEDIUM, Drop, Rule, Transposed, Zeros
 
 _L = "layers.{n}."
 _FEED = _L + "feed_forward."

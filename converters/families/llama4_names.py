@@ -9,7 +9,7 @@ from converters.families.llama4 import ATTENTION_OF, FLAVORS, Llama4Args, block,
 from converters.families.llama4_config import TEXT, args_of, config_of
 from converters.families.llama4_meta import META, args_from_meta_params, meta_params, stored_tensors
 from converters.families.llama4_torchtitan import as_torchtitan_trained
-from converters.rules import Half, Rule, Transposed, Zeros
+from converters.families.rules import Half, Rule, Transposed, Zeros
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."
 _MOE, _SHARED = _L + "moe.", "moe.shared_experts."

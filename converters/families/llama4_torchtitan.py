@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.base import ModelArgs, TrainedOtherwise
 from converters.families.llama4 import Llama4Args
 

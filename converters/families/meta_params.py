@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling
-from converters.model_numbers import check_numbers
+from converters.families.model_numbers import check_numbers
 
 # Meta's 3.2 releases have only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
 # (dim, layers) of the releases whose embedding is tied and whose factor is 32.

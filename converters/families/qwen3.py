@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.families.base import (
     OMITTED_AT_DEFAULT,
     ONLY_FOR_TRAINING,
@@ -42,7 +42,7 @@ from converters.families.llama import (
     list_parameters,
     norm_parameters,
 )
-from converters.rules import Rule
+from converters.families.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)

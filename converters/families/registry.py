@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError
-from converters.extensions import ExtensionError, check_call, where_defined
+from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.extensions import ExtensionError, check_call, where_defined
 from converters.families.base import Block, Family, ModelArgs, Parameter
 from converters.families.deepseek import DEEPSEEK_V3
 from converters.families.gpt_oss_names import GPT_OSS

@@ -12,16 +12,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from converters.box import TensorInfo
+    from converters.common.box import TensorInfo
     from converters.containers.target import Target
     from converters.families.base import Family, Naming
-    from converters.mesh_shape import MeshShape
-    from converters.model_info import ModelInfo
-    from converters.quantization import Scheme
-    from converters.view import View
+    from converters.layout.mesh_shape import MeshShape
+    from converters.model.model_info import ModelInfo
+    from converters.quantized.quantization import Scheme
+    from converters.views.view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Quantize(StrEnum):
 
 
 def _parse_mesh(text: str) -> MeshShape:
-    from converters.mesh_shape import MeshShape
+    from converters.layout.mesh_shape import MeshShape
 
     return MeshShape.parse(text)
 
 
 def _parse_bytes(text: str) -> int:
-    from converters.sizes import parse_bytes
+    from converters.common.sizes import parse_bytes
 
     return parse_bytes(text, option="--shard-size")
 

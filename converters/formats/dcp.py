@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.formats.base import Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ EXTRA_FILE = "__extra_0.distcp"  # what a multimodal checkpoint has beside the t
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
-    from converters.box import Box
+    from converters.common.box import Box
+    from converters.common.dtypes import itemsize
     from converters.containers.dcp_write import plan_dcp
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
-    from converters.dtypes import itemsize
-    from converters.layout import boxes_for_any_mesh, boxes_for_mesh
-    from converters.mesh_check import check_mesh
-    from converters.stages import split_stages
+    from converters.layout.layout import boxes_for_any_mesh, boxes_for_mesh
+    from converters.layout.mesh_check import check_mesh
+    from converters.layout.stages import split_stages
 
     tensors = contents.tensors
     if options.mesh is None:
@@ -42,9 +42,9 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.assets import write_assets
-    from converters.model_info import write_model_info
-    from converters.names import ASSETS_FOLDER
+    from converters.common.names import ASSETS_FOLDER
+    from converters.model.model_info import write_model_info
+    from converters.tokenizers.assets import write_assets
 
     info = contents.info
     write_model_info(folder, info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 
 def _quantized_naming(family: Family, options: OutputOptions) -> Naming:
-    from converters.quantization import SPELLINGS, parse_quantize
+    from converters.quantized.quantization import SPELLINGS, parse_quantize
 
     scheme = parse_quantize(options.quantize or "")
     if scheme.method not in family.quantized_as:
@@ -55,10 +55,10 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.assets import write_assets, write_tokenizer_for_hf
-    from converters.box import count_dtypes
-    from converters.model_info import write_hf_config
-    from converters.names import HF_CONFIG
+    from converters.common.box import count_dtypes
+    from converters.common.names import HF_CONFIG
+    from converters.model.model_info import write_hf_config
+    from converters.tokenizers.assets import write_assets, write_tokenizer_for_hf
 
     info = contents.info
     dtype = next(iter(count_dtypes(contents.unquantized)))

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError, UnsupportedError, list_offenders
-from converters.fold import fold_texts
+from converters.common.errors import ConfigError, UnsupportedError, list_offenders
+from converters.common.fold import fold_texts
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
-    from converters.expressions import Expression
     from converters.families.base import Family, ModelArgs, Naming
+    from converters.views.expressions import Expression
 
 NUM_SHARDS = (1, 2, 4, 8, 16)  # that Meta has released
 
@@ -29,8 +29,8 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.torch_write import plan_meta
-    from converters.meta_names import meta_parameters
-    from converters.model_info import meta_params
+    from converters.model.model_info import meta_params
+    from converters.naming.meta_names import meta_parameters
 
     family, args = contents.family, contents.info.args
     meta_params(contents.info)  # raises before the copy where params.json cannot describe the model
@@ -54,7 +54,7 @@ def _check_parts(num_shards: int, sizes: Mapping[str, int]) -> None:
 
 def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
     """Raise ConfigError unless each shard has whole heads and an equal part of all weights, as Meta's code needs."""
-    from converters.mesh_check import uneven_over_tp
+    from converters.layout.mesh_check import uneven_over_tp
 
     possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(args, number)]
     hint = f"possible for this model: {', '.join(possible)}"
@@ -65,9 +65,9 @@ def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.assets import write_assets, write_tokenizer_for_meta
-    from converters.model_info import write_meta_params, write_model_info
-    from converters.names import META_PARAMS, MODEL_INFO
+    from converters.common.names import META_PARAMS, MODEL_INFO
+    from converters.model.model_info import write_meta_params, write_model_info
+    from converters.tokenizers.assets import write_assets, write_tokenizer_for_meta
 
     info = contents.info
     written = write_assets(folder, info.assets, info.generation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.common.errors import ConfigError, UnsupportedError
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _NAMING = "openai"
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
-    from converters.quantization import SPELLINGS
+    from converters.quantized.quantization import SPELLINGS
 
     if _NAMING not in family.namings or family.release_config is None:
         raise UnsupportedError(f"OpenAI's format has no {family.name} models")
@@ -37,10 +37,10 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.assets import write_assets
-    from converters.dtypes import DTYPES
-    from converters.json_file import write_json
-    from converters.names import HF_CONFIG, OPENAI_DTYPES
+    from converters.common.dtypes import DTYPES
+    from converters.common.names import HF_CONFIG, OPENAI_DTYPES
+    from converters.store.json_file import write_json
+    from converters.tokenizers.assets import write_assets
 
     assert contents.family.release_config is not None
     written = write_assets(folder, contents.info.assets, contents.info.generation)

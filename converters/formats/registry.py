@@ -1,6 +1,6 @@
 """The formats that `titan convert` reads and writes. A new one is listed here, a user's own is added by `register`."""
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.formats.base import Format
 from converters.formats.dcp import DCP
 from converters.formats.hf import HF

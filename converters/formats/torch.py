@@ -14,16 +14,16 @@ _SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
+    from converters.common.names import TORCH_MODEL
     from converters.containers.torch_write import plan_torch
-    from converters.names import TORCH_MODEL
 
     return plan_torch(contents.tensors, file=contents.dst.name if contents.dst.suffix in _SUFFIXES else TORCH_MODEL)
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.assets import write_assets
-    from converters.model_info import write_model_info
-    from converters.names import ASSETS_FOLDER, MODEL_INFO
+    from converters.common.names import ASSETS_FOLDER, MODEL_INFO
+    from converters.model.model_info import write_model_info
+    from converters.tokenizers.assets import write_assets
 
     info = contents.info
     write_model_info(folder, info)

@@ -11,10 +11,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError
-from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
-from converters.formats.meta import second_names
-from converters.names import (
+from converters.common.errors import ConfigError
+from converters.common.names import (
     ASSETS_FOLDER,
     HF_CONFIG,
     META_PARAMS,
@@ -23,6 +21,8 @@ from converters.names import (
     TORCH_MODEL,
     TORCHTUNE_RECIPE,
 )
+from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
+from converters.formats.meta import second_names
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
@@ -53,7 +53,7 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
     from converters.containers.torch_write import plan_torch
-    from converters.model_info import meta_params
+    from converters.model.model_info import meta_params
     from converters.torchtune.chat_file import check_chat_file
     from converters.torchtune.recipe import require_device, require_model, require_path
     from converters.torchtune.tokenizer import find_tokenizer
@@ -74,7 +74,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.assets import write_assets, write_tokenizer_for_hf
+    from converters.tokenizers.assets import write_assets, write_tokenizer_for_hf
     from converters.torchtune.chat_file import check_chat_file, write_sample
     from converters.torchtune.recipe import Recipe, recipe_text
     from converters.torchtune.tokenizer import find_tokenizer
@@ -114,8 +114,8 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
 
 def _write_model_files(folder: Path, contents: Contents, style: str) -> list[str]:
     """Write the files that describe the model; torchtune itself reads config.json. Returns their names."""
-    from converters.box import count_dtypes
-    from converters.model_info import write_hf_config, write_meta_params, write_model_info
+    from converters.common.box import count_dtypes
+    from converters.model.model_info import write_hf_config, write_meta_params, write_model_info
 
     if style == "hf":
         write_hf_config(folder, contents.info, dtype=next(iter(count_dtypes(contents.tensors))))

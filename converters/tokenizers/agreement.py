@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError
-from converters.json_file import read_json
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.common.errors import CheckpointError
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.store.json_file import read_json
 from converters.tokenizers.sentencepiece_model import BPE_TYPE, SentencePiece, merges_of, read_sentencepiece
 from converters.tokenizers.tiktoken_from_json import other_cuts, other_merges, other_specials
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, looks_like_tiktoken, read_ranks

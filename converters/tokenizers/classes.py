@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from converters.errors import UnsupportedError
-from converters.names import TOKENIZER_CONFIG
+from converters.common.errors import UnsupportedError
+from converters.common.names import TOKENIZER_CONFIG
 
 GENERIC = "PreTrainedTokenizerFast"
 _SPACE = "\u2581"

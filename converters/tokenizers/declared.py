@@ -11,9 +11,9 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from converters.errors import CheckpointError
-from converters.json_file import read_json
-from converters.names import ADDED_TOKENS, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
+from converters.common.errors import CheckpointError
+from converters.common.names import ADDED_TOKENS, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
+from converters.store.json_file import read_json
 
 Token = str | AddedToken
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

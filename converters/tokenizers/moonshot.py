@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from converters.errors import CheckpointError, UnsupportedError
-from converters.json_file import read_json
-from converters.names import MOONSHOT_RANKS, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.names import MOONSHOT_RANKS, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.store.json_file import read_json
 
 _CLASS = re.compile(r"(.*--)?tokenization_(kimi|moonshot)\.TikTokenTokenizer")
 # Letters that begin a word, and those that follow. Han characters are in words of their own: && is the intersection of

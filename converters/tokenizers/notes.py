@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.names import TOKENIZER_JSON
+from converters.common.names import TOKENIZER_JSON
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 

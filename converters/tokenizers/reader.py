@@ -15,9 +15,8 @@ from packaging.version import Version
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
 from tokenizers.models import BPE, Unigram
 
-from converters.errors import CheckpointError, TitanError, UnsupportedError
-from converters.json_file import read_json
-from converters.names import (
+from converters.common.errors import CheckpointError, TitanError, UnsupportedError
+from converters.common.names import (
     ADDED_TOKENS,
     HF_CONFIG,
     MERGES,
@@ -30,6 +29,7 @@ from converters.names import (
     UNTRANSLATED,
     VOCAB_JSON,
 )
+from converters.store.json_file import read_json
 from converters.tokenizers import moonshot
 from converters.tokenizers.classes import CLASSES, TokenizerClass, class_name
 from converters.tokenizers.declared import ROLES, Declared, Token, read_declared

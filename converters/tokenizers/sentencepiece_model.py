@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.errors import UnsupportedError, list_offenders
-from converters.names import TOKENIZER_JSON
+from converters.common.errors import UnsupportedError, list_offenders
+from converters.common.names import TOKENIZER_JSON
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 BPE_TYPE = 2  # trainer_spec.model_type

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, pattern_of, special_tokens_after
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from converters.errors import CheckpointError, UnsupportedError
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 if TYPE_CHECKING:

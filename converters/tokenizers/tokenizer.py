@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from converters.assets import find_assets
-from converters.errors import DataError
-from converters.hub_names import download_command
-from converters.json_file import read_json
-from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.common.errors import DataError
+from converters.common.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.store.hub_names import download_command
+from converters.store.json_file import read_json
 from converters.tokenizers.agreement import disagreement
+from converters.tokenizers.assets import find_assets
 from converters.tokenizers.special_text import SpecialText, changes_text, special_tokens_in
 from converters.tokenizers.tiktoken_model import looks_like_tiktoken
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.json_file import read_json, write_json
-from converters.names import TOKENIZER_CONFIG
+from converters.common.names import TOKENIZER_CONFIG
+from converters.store.json_file import read_json, write_json
 
 _TEXT = rb'"(?:[^"\\]|\\.)*+"'
 _MERGE = rb"(?:%b|\[\s*%b\s*,\s*%b\s*\])" % (_TEXT, _TEXT, _TEXT)  # "a b" before tokenizers 0.20, then ["a", "b"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.errors import ConfigError, in_words, list_offenders
-from converters.names import CHAT_LINES, CHAT_LIST
+from converters.common.errors import ConfigError, in_words, list_offenders
+from converters.common.names import CHAT_LINES, CHAT_LIST
 
 _ROLES = ("system", "user", "assistant")
 _SHAPE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'

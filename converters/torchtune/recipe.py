@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.common.errors import ConfigError, UnsupportedError, list_offenders
+from converters.common.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
 from converters.families.base import ModelArgs, Role, RopeScaling, rope_type
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
-from converters.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
+from converters.model.model_info import ModelInfo
 from converters.torchtune.chat_file import ChatFile
 
 VERSION = "0.6.1"  # of torchtune: the last one on PyPI

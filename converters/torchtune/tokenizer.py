@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.json_file import read_json, write_json
-from converters.model_info import ModelInfo
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON, TORCHTUNE_SPECIAL_TOKENS
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON, TORCHTUNE_SPECIAL_TOKENS
+from converters.model.model_info import ModelInfo
+from converters.store.json_file import read_json, write_json
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import looks_like_tiktoken, read_ranks, require_of_llama, special_tokens_after
 from converters.torchtune.recipe import VERSION

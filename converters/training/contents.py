@@ -6,20 +6,20 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from converters.catalog import Catalog
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.fold import fold_texts
+from converters.common.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.containers.dcp_item import read_blob_item
-from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, list_offenders
-from converters.expressions import Source
 from converters.families.base import Parameter
-from converters.fold import fold_texts
-from converters.models_inside import IN_OPTIMIZER
-from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
+from converters.source.models_inside import IN_OPTIMIZER
 from converters.training.optimizer_state import ParameterNames, WithNumbers, is_number, number_item, plan_optimizer
 from converters.training.parameter_names import Spelling
 from converters.training.sections import MODEL
-from converters.view import Ledger, View
+from converters.views.catalog import Catalog
+from converters.views.expressions import Source
+from converters.views.view import Ledger, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from converters.box import Box, TensorInfo, TensorSource
-from converters.compare import first_differing_block
+from converters.common.box import Box, TensorInfo, TensorSource
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import OPTIMIZER
 from converters.containers.dcp_item import blob_item, read_blob_item
-from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, list_offenders
-from converters.expressions import Expression, Source
 from converters.families.base import EMBEDDING, OUTPUT, Parameter
-from converters.names import OPTIMIZER
-from converters.view import TIED_REASON
+from converters.views.compare import first_differing_block
+from converters.views.expressions import Expression, Source
+from converters.views.view import TIED_REASON
 
 STATE, GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 # States of torch's optimizers, and of Muon, that have their parameter's shape

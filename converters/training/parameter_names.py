@@ -6,21 +6,21 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.box import Box, TensorInfo
-from converters.catalog import Catalog
+from converters.common.box import Box, TensorInfo
+from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
-from converters.expressions import Expression, Source
 from converters.families.base import OUTPUT
 from converters.families.registry import get_family
-from converters.model_from import find_model_info
-from converters.model_info import ModelInfo
-from converters.namings import detect_naming
-from converters.native_view import native_view
-from converters.quantized_tensors import QuantizedTensors
+from converters.model.model_info import ModelInfo
+from converters.naming.namings import detect_naming
+from converters.naming.native_view import native_view
+from converters.quantized.quantized_tensors import QuantizedTensors
+from converters.source.model_from import find_model_info
+from converters.source.weights import DEQUANTIZED, model_part, native_weights
 from converters.training.optimizer_state import STATE, ParameterNames
-from converters.view import TIED_REASON, View
-from converters.weights import DEQUANTIZED, model_part, native_weights
+from converters.views.catalog import Catalog
+from converters.views.expressions import Expression, Source
+from converters.views.view import TIED_REASON, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from converters.catalog import Catalog
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.mesh_shape import MeshShape
-from converters.models_inside import IN_OPTIMIZER, ROOT, dict_around, find_owners, is_inside
-from converters.names import DATALOADER, OPTIMIZER, RNG
+from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.common.names import DATALOADER, OPTIMIZER, RNG
+from converters.layout.mesh_shape import MeshShape
+from converters.source.models_inside import IN_OPTIMIZER, ROOT, dict_around, find_owners, is_inside
+from converters.views.catalog import Catalog
 
 MODEL = "model"  # the section of the weights, which are at the root
 

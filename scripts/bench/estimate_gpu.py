@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from converters.common.sizes import GIB
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from converters.mesh_shape import MeshShape
-from converters.sizes import GIB
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.gpus import GPUS
-from trainer.job import Job, resolve_job
+from trainer.job.job import Job, resolve_job
+from trainer.ranks.gpus import GPUS
 
 MOST = {"allocated": 0.03, "allocated, compiled": 0.05, "reserved": 0.05}
 
@@ -130,10 +130,10 @@ def measure(case: Case) -> dict[str, Any]:
 
     from trainer.build import build
     from trainer.data.batch import Batch
-    from trainer.mesh import make_meshes
     from trainer.optim.optimizer import build_optimizer
     from trainer.parallel.attention_backend import attention_backends
-    from trainer.process_group import fake_ranks
+    from trainer.ranks.mesh import make_meshes
+    from trainer.ranks.process_group import fake_ranks
     from trainer.step import TrainStep
 
     config, dims, device = case.config, case.dims, torch.device("cuda", 0)

@@ -32,10 +32,10 @@ from converters.families.qwen3 import QWEN3
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Debug, Model, Parallelism, Training
 from trainer.data.batch import Batch
-from trainer.job import Job, resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import Job, resolve_job
 from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE
 from trainer.optim.optimizer import build_optimizer
+from trainer.ranks.mesh import make_meshes
 from trainer.step import TrainStep
 
 Weights = Tensor | Sequence[Tensor]  # by expert

@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.threads import in_parallel
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
-from converters.threads import in_parallel
+from converters.model.model_info import ModelInfo
 from trainer.models.initial_weights import InitialWeights
 
 LEAST_PER_THREAD = 0.85  # of the speed of one thread: 1.7 times on two

@@ -17,17 +17,17 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once  # noqa: E402
 
-from converters.box import Box  # noqa: E402
-from converters.catalog import TensorInfo  # noqa: E402
+from converters.common.box import Box  # noqa: E402
+from converters.common.dtypes import itemsize, numpy_dtype  # noqa: E402
 from converters.containers.dcp_item import blob_item  # noqa: E402
 from converters.containers.dcp_write import plan_dcp  # noqa: E402
-from converters.dtypes import itemsize, numpy_dtype  # noqa: E402
-from converters.execute import execute  # noqa: E402
+from converters.conversion.execute import execute  # noqa: E402
 from converters.families.base import ModelArgs  # noqa: E402
 from converters.families.llama3 import LLAMA3  # noqa: E402
-from converters.layout import boxes_for_mesh  # noqa: E402
-from converters.mesh_shape import MeshShape  # noqa: E402
-from converters.model_info import ModelInfo, write_model_info  # noqa: E402
+from converters.layout.layout import boxes_for_mesh  # noqa: E402
+from converters.layout.mesh_shape import MeshShape  # noqa: E402
+from converters.model.model_info import ModelInfo, write_model_info  # noqa: E402
+from converters.views.catalog import TensorInfo  # noqa: E402
 
 FROM, TO = MeshShape(dp_shard=4, tp=2), MeshShape(dp_shard=8)
 MOST, MOST_ANON_MIB = 3.0, 128 + 16 * 2  # at the default of two workers

@@ -62,9 +62,9 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
     from trainer import train as loop
     from trainer.config.load import load_config
     from trainer.data.prepare import prepare
-    from trainer.job import resolve_job
-    from trainer.process_group import Ranks, join_ranks
-    from trainer.signals import StopRequest
+    from trainer.job.job import resolve_job
+    from trainer.ranks.process_group import Ranks, join_ranks
+    from trainer.ranks.signals import StopRequest
 
     prepare([ROOT / "converters", ROOT / "README.md"], Path("data"), vocab_size=2048, held_out=0.01)
     Path("job.toml").write_text(CONFIG.format(batch=batch, steps=pairs + WARMUP + 1, loss=loss))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, TitanError, UnsupportedError
 from tests.tiny_infer import complete, load
 from titan_tools.infer.decoding.engine import Engine
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from converters.common.errors import TitanError
 from converters.convert import convert
-from converters.errors import TitanError
 from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.sampling import every
 from tests.fp8_folders import CONFIG, dequantized, read_folder, save, write_fp8

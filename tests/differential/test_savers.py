@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from converters.common.errors import TitanError
 from converters.convert import convert
-from converters.errors import TitanError
 from tests.differential.compare import (
     NO_WAY_OUT,
     REFUSED,

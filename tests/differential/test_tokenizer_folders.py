@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from converters.errors import TitanError
-from converters.weights import open_native
+from converters.common.errors import TitanError
+from converters.source.weights import open_native
 from tests.differential.compare import REFUSED, SAME, UNJUDGED, WRONG, Outcome, assert_same_or_refused
 from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.sampling import every

@@ -91,7 +91,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from trainer.process_group import use_one_worker
+    from trainer.ranks.process_group import use_one_worker
 
     use_one_worker()  # as ranks do that join a run
     torch.set_num_threads(1)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import trainer.train
+from converters.common.errors import TitanError
 from converters.diff import diff
 from converters.engine.read import CatalogReader
-from converters.errors import TitanError
 from tests.dist import slow_saver
 from trainer.build import build
 from trainer.checkpoints import background as checkpoint_async
@@ -27,7 +27,6 @@ from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.run_state import Progress, RunState
 from trainer.checkpoints.write import write_step
-from trainer.chosen_model import chosen_model
 from trainer.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
@@ -45,14 +44,15 @@ from trainer.data.index import HELD_OUT, open_index
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 from trainer.data.training_data import text_preparation, train_loader
-from trainer.job import resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.chosen_model import chosen_model
+from trainer.job.job import resolve_job
 from trainer.models.registry import get_trainer_family
 from trainer.optim.clip import GradientClip
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
-from trainer.process_group import Ranks
-from trainer.signals import StopRequest
+from trainer.ranks.mesh import make_meshes
+from trainer.ranks.process_group import Ranks
+from trainer.ranks.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.train import train
 from trainer.train_model import TrainModel

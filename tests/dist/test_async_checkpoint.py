@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from converters.manifest import check_files
-from converters.names import RUN_LOCK
+from converters.common.names import RUN_LOCK
+from converters.store.manifest import check_files
 from tests.dist import runs
 
 FSDP2 = runs.FSDP2

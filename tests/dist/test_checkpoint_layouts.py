@@ -5,11 +5,11 @@ from functools import cache
 
 import pytest
 
-from converters.box import Box
-from converters.manifest import check_files
-from converters.mesh_shape import MeshShape
-from converters.open import open_checkpoint
+from converters.common.box import Box
+from converters.layout.mesh_shape import MeshShape
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
+from converters.store.manifest import check_files
 from tests.dist import runs
 
 KEYS = {

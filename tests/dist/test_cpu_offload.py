@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from tests.dist import runs
 from tests.dist.training import Layout, args_of, build_model, train
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.fsdp import keep_on_cpu
 

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.registry import get_family
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.data.batch import Batch
 from trainer.dry_run import CollectiveCount, _by_axis, _group_names, dry_run
-from trainer.job import resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel import expert_exchange
+from trainer.ranks.mesh import make_meshes
 from trainer.step import TrainStep
 
 WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--training.global_batch_size=-1"]

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
-from converters.manifest import read_manifest
-from converters.weights import open_native
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from tests.dist import runs
 from tests.dist.layouts import (
     AOT_EAGER,
@@ -52,7 +52,6 @@ from tests.dist.training import (
     train,
 )
 from trainer.checkpoints.arrays import as_tensor
-from trainer.mesh import local_part
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.moe import GroupedExperts
 from trainer.models.qwen3.model import build_model as build_plain_model
@@ -62,6 +61,7 @@ from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel import expert_shards
 from trainer.parallel.context import head_tail_positions
+from trainer.ranks.mesh import local_part
 
 STEPS, FEW_STEPS = 20, 5
 V3, V2, V2_LITE, EIGHT = (f"{LATENTS}/{name}" for name in ("debug_v3", "debug_v2", "debug_v2_lite", "eight_layers"))

@@ -10,9 +10,9 @@ from torchtune import config as torchtune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.families.llama3 import FLAVORS
-from converters.manifest import check_files, read_manifest
-from converters.model_info import read_model_info
-from converters.open import open_checkpoint
+from converters.model.model_info import read_model_info
+from converters.source.open import open_checkpoint
+from converters.store.manifest import check_files, read_manifest
 from tests.dist import runs
 from trainer.models.registry import get_trainer_family
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters.weights import open_native
+from converters.source.weights import open_native
 from tests.dist import runs
 from titan_tools import cli
 from trainer.config.custom_import import import_custom

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from converters.families.registry import get_family
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.dist import runs
 from tests.dist.training import (
     LATENTS,

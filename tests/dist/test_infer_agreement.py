@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from converters import manifest
+from converters.common.errors import ConfigError, TitanError
 from converters.convert import convert
-from converters.errors import ConfigError, TitanError
+from converters.store import manifest
 from tests.json_lines import write_lines
 from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
@@ -23,7 +23,7 @@ from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.identity import check_same_inputs
 from titan_tools.infer.ranks import TPRanks, _machine_group
 from titan_tools.infer.request import Request
-from trainer.machine import machine_identity
+from trainer.ranks.machine import machine_identity
 
 CPU = torch.device("cpu")
 TELLS_TIME = "{{ strftime_now('%H:%M:%S.%f') }}{{ messages[0].content }}"

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.errors import ConfigError
-from converters.weights import open_native
+from converters.common.errors import ConfigError
+from converters.source.weights import open_native
 from tests.tiny_llama import write_llama
 from titan_tools.infer import report
 from titan_tools.infer.decoding.engine import Engine

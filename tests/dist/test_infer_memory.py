@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from converters.box import TensorInfo
-from converters.dtypes import itemsize
+from converters.common.box import TensorInfo
+from converters.common.dtypes import itemsize
 from converters.families.registry import get_family
-from converters.layout import MIB
-from converters.manifest import TensorSum, write_manifest
-from converters.model_info import read_model_info, write_model_info
-from converters.open import open_checkpoint
+from converters.layout.layout import MIB
+from converters.model.model_info import read_model_info, write_model_info
+from converters.source.open import open_checkpoint
+from converters.store.manifest import TensorSum, write_manifest
 from scripts.bench.models import LLAMA_1B, QWEN3_1B, QWEN3_MOE, write_model
 from tests.big_shapes import write_sparse_dcp
 from tests.tiny_llama import write_llama, write_tokenizer

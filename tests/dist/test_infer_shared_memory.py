@@ -14,7 +14,7 @@ from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.model import shared_memory
 from titan_tools.infer.model.shared_memory import SLOT_BYTES, share_memory, sum_in_shared_memory
 from titan_tools.infer.model.tensor_parallel import ProcessGroupCollectives
-from trainer.rendezvous import LostRank
+from trainer.ranks.rendezvous import LostRank
 
 # The last one goes as messages in fp32; an odd number of them, so that each comes in both dtypes
 SHAPES = [(1, 1, 64), (3, 1, 5), (1, 7, 33), (5,), (2, SLOT_BYTES // 8 + 1)]

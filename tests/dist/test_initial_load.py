@@ -11,17 +11,17 @@ import torch.distributed.checkpoint as dcp
 from converters.convert import convert
 from converters.families.llama3 import FLAVORS
 from converters.formats.base import OutputOptions
-from converters.model_info import ModelInfo, write_hf_config
-from converters.models_inside import SeveralModels
-from converters.weights import open_native
+from converters.model.model_info import ModelInfo, write_hf_config
+from converters.source.models_inside import SeveralModels
+from converters.source.weights import open_native
 from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
 from tests.fp8_folders import write_fp8
 from tests.tiny_infer import CPU, complete
 from titan_tools.infer.model.load import load_model
-from trainer.inputs import check_run
-from trainer.job import resolve_job
-from trainer.machine import HOST_CPU
+from trainer.job.inputs import check_run
+from trainer.job.job import resolve_job
+from trainer.ranks.machine import HOST_CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock DCP, in this process
 FLAVOR = "debug_gqa"

@@ -16,7 +16,7 @@ def join_and_count(rank, port, results):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    from trainer.process_group import join_ranks
+    from trainer.ranks.process_group import join_ranks
 
     torch.set_num_threads(1)
     ranks = join_ranks(init_timeout_secs=300)

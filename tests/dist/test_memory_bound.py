@@ -3,10 +3,10 @@
 import pytest
 
 from tests.dist.training import EXPERTS, LATENTS, Layout, args_of, build_model, make_step, own_batch
-from trainer.job import resolve_job
-from trainer.memory_bound import state_bytes
-from trainer.mesh import local_part
+from trainer.job.job import resolve_job
+from trainer.job.memory_bound import state_bytes
 from trainer.optim.optimizer import build_optimizer
+from trainer.ranks.mesh import local_part
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

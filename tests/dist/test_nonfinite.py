@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.names import RUN_LOCK
+from converters.common.names import RUN_LOCK
 from tests.dist import runs
 from trainer.train_model import TrainModel
 

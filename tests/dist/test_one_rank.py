@@ -119,7 +119,7 @@ def test_copies_live_from_forward_to_backward(pools):
     ],
 )
 def test_fsdp_is_used_where_the_config_asks_for_what_only_it_does(parallelism, training, float8, expected):
-    from converters.mesh_shape import MeshShape
+    from converters.layout.mesh_shape import MeshShape
     from trainer.config.sections import Float8, Parallelism, Training
 
     sections = Training(**training), Parallelism(**parallelism), Float8(**float8)

@@ -23,7 +23,7 @@ from tests.dist.layouts import (
 from tests.dist.training import Layout, compare, make_reference, train
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Config
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.parallel.compile import _confuses_saved_tensors
 from trainer.seed import seed
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.dist import runs
 from tests.dist.training import Layout, build_model, global_batch, own_batch, train
-from trainer.mesh import local_part
+from trainer.ranks.mesh import local_part
 
 BF16 = {"mixed_precision_param": "bfloat16"}
 LAYOUTS = [

@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
-from converters import hub_names
+from converters.store import hub_names
 from tests.unit.titan_tools.test_cli import parse_only
-from titan_tools.run_folder import summarize_run
+from titan_tools.pages.run_folder import summarize_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.sh"

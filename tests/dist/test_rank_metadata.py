@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.dist.test_stock_dcp import full_state, sharded
 from tests.unit.converters.samples import raw, read_all

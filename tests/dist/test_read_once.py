@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from converters.common.errors import CheckpointError
 from converters.engine import read as engine_read
-from converters.errors import CheckpointError
 from converters.families.base import ModelArgs
-from converters.model_info import ModelInfo
-from converters.open import open_checkpoint
+from converters.model.model_info import ModelInfo
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.dist.training import Layout
 from trainer.build import build
@@ -23,10 +23,10 @@ from trainer.checkpoints import write as checkpoint_write
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.run_state import Progress, RunState
 from trainer.config.sections import Checkpoint
-from trainer.job import resolve_job
-from trainer.mesh import local_part, make_meshes
+from trainer.job.job import resolve_job
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer, optimizer_state
+from trainer.ranks.mesh import local_part, make_meshes
 
 # Large tensors and few: each item of a file has 2 kB around its values, and its reader looks at both ends of it
 ARGS = ModelArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)

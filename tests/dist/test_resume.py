@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.names import RUN_LOCK
 from converters.convert import convert
-from converters.engine.digest import TensorDigest
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.manifest import check_files, read_manifest
-from converters.names import RUN_LOCK
+from converters.store.digest import TensorDigest
+from converters.store.manifest import check_files, read_manifest
 from tests.dist import runs
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.seed import seed
 
 FSDP2 = runs.FSDP2  # accumulates twice

@@ -2,7 +2,7 @@
 
 import pytest
 
-from converters.manifest import check_files
+from converters.store.manifest import check_files
 from tests.dist import runs
 
 FSDP2_TP2_PP2 = {

@@ -2,10 +2,10 @@
 
 import json
 
-from converters.names import RUN_LOCK
+from converters.common.names import RUN_LOCK
 from tests.dist import runs
 from trainer.checkpoints.run_lock import only_run
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.seed import seed
 
 FSDP2 = runs.FSDP2

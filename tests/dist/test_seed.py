@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from torch.distributed.tensor import DTensor
 
-from converters.box import Box
+from converters.common.box import Box
 from converters.engine.read import CatalogReader
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.dist.training import SEED, Layout, build_model
 from trainer.checkpoints.arrays import as_array, dtype_name
 from trainer.config.sections import Debug
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.models import initial_weights
 from trainer.seed import seed
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import trainer.train
 from tests.dist import runs
-from trainer import process_group
 from trainer.config.sections import Comm, Config, LRScheduler, Training
 from trainer.optim.lr_schedule import Curve, lr_curve
+from trainer.ranks import process_group
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from converters.names import RUN_LOCK
+from converters.common.names import RUN_LOCK
 from tests.dist import runs
 from trainer.checkpoints import shared_folder
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dist import runs
 from tests.dist.training import Layout, build_model, make_step, own_batch
 from trainer.data.batch import Batch
-from trainer.mesh import local_part
 from trainer.optim.optimizer import build_optimizer
+from trainer.ranks.mesh import local_part
 from trainer.step import TrainStep
 
 BF16 = {"mixed_precision_param": "bfloat16"}

@@ -8,10 +8,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from converters.box import Box
+from converters.common.box import Box
 from converters.containers.dcp_write import plan_dcp
 from converters.engine.read import CatalogReader
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.unit.converters.samples import infos, raw, read_all, write
 
 PLACEMENTS = {

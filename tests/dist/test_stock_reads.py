@@ -16,14 +16,14 @@ from converters.families.base import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import reshard
 from tests.dist.training import Layout
 from trainer.build import build
-from trainer.job import resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer, optimizer_state
+from trainer.ranks.mesh import make_meshes
 
 # Large tensors and few: torch looks around in each item's zip, 34 kB a time, which is nothing beside a real model's
 ARGS = ModelArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)

@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.llama3 import FLAVORS
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
-from converters.open import open_checkpoint
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
 from tests.dist import runs
 from tests.hf_names import interleaved, native_name
 

@@ -15,7 +15,7 @@ from tests.dist.runs import differences, make_data, read_losses, run
 from tests.torchtitan_release import write_first_run
 from titan_tools import launch
 from trainer.config.load import load_config
-from trainer.signals import interrupt_answer
+from trainer.ranks.signals import interrupt_answer
 
 ROOT = Path(__file__).resolve().parents[2]
 TITAN = [sys.executable, "-P", "-m", "titan_tools"]

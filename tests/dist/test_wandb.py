@@ -8,8 +8,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.engine.read import CatalogReader
-from converters.open import open_checkpoint
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.dist import runs
 

@@ -9,22 +9,22 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from converters.box import Box
+from converters.common.box import Box
 from converters.families import registry as families
 from converters.families.base import ModelArgs, Role, YarnRope
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
+from converters.model.model_info import ModelInfo
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
-from trainer.job import resolve, resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import resolve, resolve_job
 from trainer.models import registry as trained_families
 from trainer.models.initial_weights import InitialWeights
 from trainer.models.initialization import Normal
 from trainer.models.registry import get_trainer_family
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
+from trainer.ranks.mesh import make_meshes
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from converters.convert import convert
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from tests.tiny_llama import write_llama, write_meta
 
 INDEX = "model.safetensors.index.json"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from converters.manifest import check_files
-from converters.names import MANIFEST
+from converters.common.names import MANIFEST
+from converters.store.manifest import check_files
 from tests.dist import runs, slow_saver
 from tests.dist.processes import ranks
 

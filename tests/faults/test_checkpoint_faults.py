@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError
+from converters.common.names import DCP_METADATA, MANIFEST, RUN_LOCK
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
-from converters.manifest import check_files
-from converters.model_info import ModelInfo
-from converters.names import DCP_METADATA, MANIFEST, RUN_LOCK
-from converters.open import open_checkpoint
+from converters.model.model_info import ModelInfo
+from converters.source.open import open_checkpoint
+from converters.store.manifest import check_files
 from tests.dist import runs
 from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints import load as checkpoint_load

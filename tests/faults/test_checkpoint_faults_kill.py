@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from converters.manifest import check_files
-from converters.names import RUN_LOCK
+from converters.common.names import RUN_LOCK
+from converters.store.manifest import check_files
 from tests.dist import runs
 from tests.dist.pool import Pool
 from tests.dist.processes import ranks

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.registry import get_family
 from tests.dist.processes import ranks
 from trainer.config.load import load_config, origins
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 
 ROOT = Path(__file__).resolve().parents[2]
 

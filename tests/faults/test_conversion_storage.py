@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import converters.commit as committing
+import converters.store.commit as committing
+from converters.common.errors import CheckpointError
+from converters.common.names import JOURNAL
 from converters.convert import convert
 from converters.engine.copy import copy_tensors
-from converters.errors import CheckpointError
-from converters.names import JOURNAL
 from converters.reshard import reshard
 from converters.verify import verify
 from tests.tiny_llama import write_llama
@@ -208,7 +208,7 @@ def test_c19_a_source_that_changed_since_the_kill_is_not_gone_on_from(sources, t
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("converters.execute.copy_tensors", interrupted)
+        patched.setattr("converters.conversion.execute.copy_tensors", interrupted)
         convert(tmp_path / "src", tmp_path / "out", to="dcp", resume=True)
     config = json.loads((tmp_path / "src/config.json").read_text())
     (tmp_path / "src/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))

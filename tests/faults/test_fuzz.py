@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from converters.inspect import inspect_checkpoint
 from converters.verify import verify
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from converters.assets import find_assets, write_tokenizer_for_hf
-from converters.errors import TitanError
+from converters.common.errors import TitanError
+from converters.tokenizers.assets import find_assets, write_tokenizer_for_hf
 from converters.tokenizers.tokenizer import _FolderTokenizer
 from tests.refusals import refusal_of
 from tests.tiny_llama import BOS, EOS, ids_of, write_llama

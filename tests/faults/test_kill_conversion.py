@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from converters.api import convert
-from converters.names import JOURNAL
+from converters.common.names import JOURNAL
 from converters.verify import verify
 from tests.fp8_folders import read_folder, write_fp8
 from tests.tiny_deepseek import write_mtp
@@ -32,11 +32,11 @@ NUM_POINTS = 20
 KILLER = r"""
 import json, os, shutil, signal, sys, threading
 from pathlib import Path
-import converters.commit as committing
+import converters.store.commit as committing
 import converters.engine.copy as copying
-from converters.commit import find_complete
+from converters.store.commit import find_complete
 from converters.api import convert
-from converters.names import DCP_METADATA, MANIFEST
+from converters.common.names import DCP_METADATA, MANIFEST
 
 work, asked, how, num_points = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 copying.BLOCK_BYTES = copying.UNIT_BYTES = 4096

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
 from converters.diff import diff
-from converters.errors import CheckpointError
 from converters.inspect import inspect_checkpoint
-from converters.open import open_checkpoint
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
 from converters.verify import verify
-from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_meta
 from titan_tools import cli
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from converters.common.errors import TitanError
 from converters.convert import convert
-from converters.errors import TitanError
-from converters.manifest import read_manifest
+from converters.store.manifest import read_manifest
 from converters.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -83,7 +83,7 @@ def rewrite(folder: Path, kind: str, change) -> None:
 def offset_of(folder: Path, kind: str, name: str) -> tuple[Path, int, int]:
     """(file, offset, length) of some of a tensor's bytes."""
     from converters.engine.read import CatalogReader
-    from converters.open import open_checkpoint
+    from converters.source.open import open_checkpoint
 
     catalog = open_checkpoint(folder)
     with CatalogReader(catalog) as reader:
@@ -201,7 +201,7 @@ def test_files_of_two_checkpoints_mixed(copy_of, sources, tmp_path, kind):
 
 def rewrite_like(sources: Path, like: Path, out: Path, kind: str) -> None:
     from converters.formats.base import OutputOptions
-    from converters.mesh_shape import MeshShape
+    from converters.layout.mesh_shape import MeshShape
 
     source = out.parent / "changed"
     shutil.copytree(sources / "hf_single", source)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.faults.conftest import DATA, INDEX, Q
 from tests.unit.converters.samples import raw, read_all
 

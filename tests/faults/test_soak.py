@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from converters.manifest import check_files
-from converters.names import RUN_LOCK
+from converters.common.names import RUN_LOCK
+from converters.store.manifest import check_files
 from tests.dist import runs
 from tests.dist.processes import ranks
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from converters.stored_blocks import BlocksSource
-from converters.weights import open_native
+from converters.quantized.stored_blocks import BlocksSource
+from converters.source.weights import open_native
 from tests.fp8_folders import dequantize, quantize, write_fp8
 from tests.tiny_deepseek import write_deepseek
 from tests.tiny_infer import load

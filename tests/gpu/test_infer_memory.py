@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from converters.weights import open_native
+from converters.source.weights import open_native
 from tests.tiny_infer import NO_TEXT, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer import memory as free_memory

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from converters.stored_blocks import BlocksSource
-from converters.weights import open_native
+from converters.quantized.stored_blocks import BlocksSource
+from converters.source.weights import open_native
 from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
 from tests.tiny_reach import NUMBERS, load_native, their_model
 from titan_tools.infer.decoding.attention import can_flash

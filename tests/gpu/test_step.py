@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from tests.dist.training import Layout
 from trainer.build import build
 from trainer.data.batch import Batch
-from trainer.job import resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer
+from trainer.ranks.mesh import make_meshes
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.common.errors import ConfigError, UnsupportedError
 from converters.families.registry import get_family
 from titan_tools.memory.replay.allocator import AllocatorName
-from trainer.gpus import GPUS, Gpu
+from trainer.ranks.gpus import GPUS, Gpu
 
 NormName = Literal["python", "native", "fused"]
 Float8Name = Literal["", "tensorwise", "tensorwise, float8 all-gather", "rowwise", "rowwise_with_gw_hp"]

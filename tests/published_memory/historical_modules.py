@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.published_memory.history import HistoricalBuild
 from trainer.data.batch import IGNORED
-from trainer.mesh import local_part
 from trainer.models.moe import Dispatched
+from trainer.ranks.mesh import local_part
 
 
 def python_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:

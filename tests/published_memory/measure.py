@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
 
-from converters.errors import UnsupportedError, list_offenders
-from converters.sizes import GIB
+from converters.common.errors import UnsupportedError, list_offenders
+from converters.common.sizes import GIB
 from tests.published_memory.historical_build import historical_build
 from tests.published_memory.history import (
     HistoricalBuild,
@@ -25,8 +25,8 @@ from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.verdict import TOO_CLOSE, judge
 from trainer.config.load import load_config
-from trainer.gpus import Gpu
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True)

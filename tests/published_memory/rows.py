@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
-from converters.errors import ConfigError, TitanError, UnsupportedError
+from converters.common.errors import ConfigError, TitanError, UnsupportedError
 from tests.published_memory import cells
 from titan_tools.memory.replay.allocator import AllocatorName
-from trainer.gpus import Gpu
+from trainer.ranks.gpus import Gpu
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from converters import hub_names
 from converters.api import convert
+from converters.store import hub_names
 from scripts.bench.readme import BEGIN, END, MEASURED, PICTURE, picture
 from scripts.bench.readme import table as measured_table
 from scripts.docs_site import cli_reference, config_reference, on_page_markdown
@@ -193,7 +193,7 @@ def test_toml_of_the_training_page_loads(text, tmp_path):
 
 def test_the_architecture_page_is_current():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    assert 120 <= len(text.splitlines()) <= 180
+    assert 120 <= len(text.splitlines()) <= 190
     paths = set(re.findall(r"`((?:converters|trainer|titan_tools|tests)/[\w./]+)`", text))
     assert len(paths) > 40 and {path for path in paths if not (ROOT / path).exists()} == set()
 

@@ -16,7 +16,7 @@ from tests.gpu.test_training import CASES
 from titan_tools.infer import run
 from titan_tools.infer.request import check_options
 from trainer.config.load import load_config
-from trainer.job import Job, resolve_job
+from trainer.job.job import Job, resolve_job
 
 BENCHES = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 

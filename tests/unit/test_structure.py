@@ -16,17 +16,88 @@ MAY_IMPORT = {
     "titan_tools": {"titan_tools", "trainer", "converters"},
 }
 OURS = set(MAY_IMPORT)
-# Which of the others each package in converters may import; the modules next to them are what several packages need,
-# or, such as convert.py, what puts them together
+# The packages in converters, each with those that it may import. Next to them are only what callers open: the doors.
 BELOW = {
-    "families": set(),
-    "tokenizers": set(),
-    "containers": {"families"},
-    "engine": {"containers"},
-    "torchtune": {"families", "tokenizers"},
-    "training": {"families", "containers", "engine"},
-    "formats": {"families", "containers", "torchtune"},
+    "common": set(),
+    "store": {"common"},
+    "views": {"common", "store"},
+    "families": {"common", "views"},
+    "tokenizers": {"common", "store"},
+    "quantized": {"common", "families", "views"},
+    "model": {"common", "families", "quantized", "store", "tokenizers", "views"},
+    "naming": {"common", "families", "model", "quantized", "views"},
+    "containers": {"common", "families", "naming", "store", "views"},
+    "engine": {"common", "containers", "store", "views"},
+    "layout": {"common", "families", "views"},
+    "source": {
+        "common",
+        "containers",
+        "engine",
+        "families",
+        "model",
+        "naming",
+        "quantized",
+        "store",
+        "tokenizers",
+        "views",
+    },
+    "integrity": {
+        "common",
+        "containers",
+        "engine",
+        "families",
+        "model",
+        "naming",
+        "quantized",
+        "source",
+        "store",
+        "views",
+    },
+    "torchtune": {"common", "families", "model", "store", "tokenizers"},
+    "training": {
+        "common",
+        "containers",
+        "engine",
+        "families",
+        "layout",
+        "model",
+        "naming",
+        "quantized",
+        "source",
+        "views",
+    },
+    "formats": {
+        *(
+            "common",
+            "containers",
+            "families",
+            "layout",
+            "model",
+            "naming",
+            "quantized",
+            "store",
+            "tokenizers",
+            "torchtune",
+        ),
+        "views",
+    },
+    "conversion": {
+        *(
+            "common",
+            "containers",
+            "engine",
+            "families",
+            "formats",
+            "integrity",
+            "model",
+            "naming",
+            "quantized",
+            "source",
+        ),
+        *("store", "tokenizers", "views"),
+    },
 }
+DOORS = {"accept", "api", "convert", "diff", "inspect", "reshard", "verify"}
 # What each package of inference may import of the others and of the modules next to them
 INFER_BELOW = {
     "text": set(),
@@ -165,7 +236,7 @@ def test_help_loads_neither_torch_nor_numpy_nor_the_hubs_client():
 
 
 def test_only_download_and_names_on_the_hub_load_the_hubs_client():
-    hub = {*(ROOT / "titan_tools" / "hub").glob("*.py"), ROOT / "converters" / "hub_names.py"}
+    hub = {*(ROOT / "titan_tools" / "hub").glob("*.py"), ROOT / "converters" / "store" / "hub_names.py"}
     users = {f for package in OURS for f in (ROOT / package).rglob("*.py") if "huggingface_hub" in imported_roots(f)}
     assert users and users <= hub
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.config_words import check_words
-from titan_tools.completion import TAKES_CONFIG, complete_config
+from titan_tools.terminal.completion import TAKES_CONFIG, complete_config
 
 config_app = typer.Typer(
     help="Show, check, upgrade and create config files.\n\n"
@@ -34,10 +34,10 @@ def show(context: typer.Context, config: _Source, as_json: _Json = False) -> Non
       titan config show debug
       titan config show llama3_8b --training.steps 500 --checkpoint.no_enable --json
     """
-    from titan_tools.console import note, print_json, table
+    from titan_tools.terminal.console import note, print_json, table
     from trainer.config import show as shown
     from trainer.config.load import load_config
-    from trainer.job import derived_degrees
+    from trainer.job.job import derived_degrees
 
     check_words(context, config)
     loaded = load_config(config, context.args)
@@ -74,13 +74,13 @@ def check(
       titan config check debug
       titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
     """
-    from titan_tools.console import count, note, print_json
     from titan_tools.launch import find_device
+    from titan_tools.terminal.console import count, note, print_json
     from trainer.config.load import load_config
     from trainer.config.show import unread
-    from trainer.inputs import check_run
-    from trainer.job import resolve_job
-    from trainer.memory_bound import state_bytes
+    from trainer.job.inputs import check_run
+    from trainer.job.job import resolve_job
+    from trainer.job.memory_bound import state_bytes
 
     check_words(context, config)
     loaded = load_config(config, context.args)
@@ -129,8 +129,8 @@ def upgrade(
     Comments and order are kept, and each change is reported with its reason. If something cannot be translated, it is
     listed and nothing is written (exit code 2). A current file is not changed.
     """
-    from converters.errors import ConfigError, list_offenders
-    from titan_tools.console import note, print_json
+    from converters.common.errors import ConfigError, list_offenders
+    from titan_tools.terminal.console import note, print_json
     from trainer.config.upgrade import upgrade, write_upgraded
 
     if (new is not None) + in_place + check_only > 1:
@@ -180,7 +180,7 @@ def init(
       titan config init llama3_8b my_run.toml
       titan config init multinode_trainer.slurm
     """
-    from titan_tools.console import print_json, table
+    from titan_tools.terminal.console import print_json, table
     from trainer.config.preset import describe_presets, describe_scripts, preset_names, write_template
 
     if preset is None:

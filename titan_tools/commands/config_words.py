@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 
 _CONFIG_FILE = "job.config_file"  # torchtitan's way to name the config
 

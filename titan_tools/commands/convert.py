@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from converters.formats.base import OPTIONS, CommandHelp
 from converters.formats.registry import FORMATS
 from titan_tools.commands.convert_options import (
@@ -162,8 +162,8 @@ def _register(
     ) -> None:
         from converters.convert import convert
         from converters.formats.base import OutputOptions
-        from titan_tools.console import print_json, progress
-        from titan_tools.conversion_page import print_conversion
+        from titan_tools.pages.conversion import print_conversion
+        from titan_tools.terminal.console import print_json, progress
 
         chosen = {field: values.pop(OPTIONS[field].parameter) for field in takes}
         options = {field: OPTIONS[field].parse(value) for field, value in chosen.items() if value is not None}

@@ -7,15 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from converters.formats.base import OPTIONS
-from titan_tools.completion import complete_checkpoint, complete_dtype
+from titan_tools.terminal.completion import complete_checkpoint, complete_dtype
 
 
 def find_checkpoint(context: typer.Context, path: Path | None) -> Path | None:
     """The callback of a parameter that takes a checkpoint: the snapshot of a model that is named as on the hub."""
     if path is None or context.resilient_parsing:  # the latter during completion
         return path
-    from converters.hub_names import find_local
-    from titan_tools.console import note
+    from converters.store.hub_names import find_local
+    from titan_tools.terminal.console import note
 
     if (found := find_local(path)) != path:
         note(f"{path}: {found}")

@@ -79,10 +79,10 @@ def prepare(
     """
     from dataclasses import asdict
 
-    from converters.assets import find_assets
+    from converters.tokenizers.assets import find_assets
     from converters.tokenizers.notes import tokenizer_notes
     from converters.tokenizers.tokenizer import document_ends, tokenizer_note
-    from titan_tools.console import count, note, print_json
+    from titan_tools.terminal.console import count, note, print_json
     from trainer.data.document_text import special_text_note
     from trainer.data.prepare import prepare as make
 

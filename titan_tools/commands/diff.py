@@ -43,8 +43,8 @@ def diff(
       titan diff grpo.pt grpo.pt --select policy --select reference
     """
     from converters.diff import diff as compare
-    from titan_tools.console import print_json, progress
-    from titan_tools.diff_page import print_differences
+    from titan_tools.pages.diff import print_differences
+    from titan_tools.terminal.console import print_json, progress
 
     report = compare(a, b, select=select or (), model_from=model_from, progress=progress)
     if as_json:

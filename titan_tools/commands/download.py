@@ -82,11 +82,11 @@ def download(
       titan download meta-llama/Llama-3.1-8B assets/hf/Llama-3.1-8B --assets tokenizer
       titan download meta-llama/Llama-3.1-8B --original --exclude '*.safetensors' --dry-run
     """
-    from converters.errors import ConfigError
-    from converters.sizes import format_bytes
-    from titan_tools.console import count, note, print_json, progress, table
+    from converters.common.errors import ConfigError
+    from converters.common.sizes import format_bytes
     from titan_tools.hub.download import FileSelection
     from titan_tools.hub.download import download as fetch
+    from titan_tools.terminal.console import count, note, print_json, progress, table
 
     if assets and str(dst) in _Assets.__members__:
         raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.config_words import check_words
-from titan_tools.completion import complete_allocator, complete_config, complete_gpu
+from titan_tools.terminal.completion import complete_allocator, complete_config, complete_gpu
 
 
 def estimate_memory(
@@ -71,7 +71,7 @@ def estimate_memory(
     --gpu the exit code is the verdict: 0 fits, 1 does not fit, 5 too close to call. Features that the estimate does not
     support are refused with exit code 2.
     """
-    from converters.collector import collector_paused
+    from converters.common.collector import collector_paused
 
     check_words(context, config)
     with collector_paused():  # also while torch is imported: 0.2 of 4 seconds

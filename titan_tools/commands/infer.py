@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.convert_options import ModelFrom, Select, checkpoint_argument
-from titan_tools.interrupts import exit_on_interrupt
+from titan_tools.terminal.interrupts import exit_on_interrupt
 
 
 class _ComputeDType(StrEnum):

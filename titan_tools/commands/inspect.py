@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
 
 if TYPE_CHECKING:
-    from titan_tools.run_folder import Curve
+    from titan_tools.pages.run_folder import Curve
 
 
 def inspect(
@@ -42,7 +42,7 @@ def inspect(
 
     Reads headers and small values, never weights. A run's folder is its job.dump_folder.
     """
-    from titan_tools.run_folder import is_run_folder
+    from titan_tools.pages.run_folder import is_run_folder
 
     folders = list(dict.fromkeys([checkpoint, *(runs or [])]))
     if plot or loss_curve:
@@ -59,8 +59,8 @@ def inspect(
         _inspect_run(checkpoint, as_json=as_json)
         return
     from converters.inspect import inspect_checkpoint, summarize_values
-    from titan_tools.console import print_json
-    from titan_tools.inspect_page import print_page
+    from titan_tools.pages.inspect import print_page
+    from titan_tools.terminal.console import print_json
 
     found = inspect_checkpoint(checkpoint, fold=not every, select=select, model_from=model_from)
     if as_json:
@@ -70,8 +70,8 @@ def inspect(
 
 
 def _draw(runs: Sequence[Path], plot: Path | None, loss_curve: Path | None) -> None:
-    from titan_tools.console import note
-    from titan_tools.run_plot import LOSS, plot_runs, refuse_other_pictures
+    from titan_tools.pages.run_plot import LOSS, plot_runs, refuse_other_pictures
+    from titan_tools.terminal.console import note
 
     if plot:
         refuse_other_pictures(plot)
@@ -83,8 +83,8 @@ def _draw(runs: Sequence[Path], plot: Path | None, loss_curve: Path | None) -> N
 
 
 def _inspect_run(folder: Path, *, as_json: bool) -> None:
-    from titan_tools.console import print_json, table
-    from titan_tools.run_folder import summarize_run
+    from titan_tools.pages.run_folder import summarize_run
+    from titan_tools.terminal.console import print_json, table
 
     run = summarize_run(folder)
     if as_json:
@@ -106,8 +106,8 @@ def _inspect_run(folder: Path, *, as_json: bool) -> None:
 
 
 def _compare_runs(folders: Sequence[Path], *, as_json: bool) -> None:
-    from titan_tools.console import print_json, table
-    from titan_tools.run_folder import summarize_run
+    from titan_tools.pages.run_folder import summarize_run
+    from titan_tools.terminal.console import print_json, table
 
     runs = [summarize_run(folder) for folder in folders]
     if as_json:

@@ -15,8 +15,8 @@ def models(
       titan models
       titan models --json
     """
-    from titan_tools.console import print_json, table
     from titan_tools.model_list import list_models
+    from titan_tools.terminal.console import print_json, table
 
     listed = list_models()
     if as_json:

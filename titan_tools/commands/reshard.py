@@ -20,7 +20,7 @@ from titan_tools.commands.convert_options import (
     Workers,
     checkpoint_argument,
 )
-from titan_tools.completion import complete_dtype
+from titan_tools.terminal.completion import complete_dtype
 
 
 def reshard(
@@ -88,11 +88,11 @@ def reshard(
       titan reshard step-1000 one-file --num-files 1 --dtype bfloat16 --optimizer-dtype bfloat16
       titan reshard torchtitan/step-500 step-500 --model-from Llama-3.1-8B --drop dataloader
     """
-    from converters.mesh_shape import MeshShape
+    from converters.common.sizes import parse_bytes
+    from converters.layout.mesh_shape import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
-    from converters.sizes import parse_bytes
-    from titan_tools.console import print_json, progress
-    from titan_tools.conversion_page import print_resharding
+    from titan_tools.pages.conversion import print_resharding
+    from titan_tools.terminal.console import print_json, progress
 
     report = reshard_checkpoint(
         src,

@@ -7,7 +7,7 @@ import typer
 
 from titan_tools.commands.config_words import check_words
 from titan_tools.commands.convert_options import DEFAULT_WORKERS, Json, Workers
-from titan_tools.completion import complete_config
+from titan_tools.terminal.completion import complete_config
 
 
 def seed(
@@ -37,9 +37,9 @@ def seed(
     --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE;
     `titan config show CONFIG` lists them.
     """
-    from titan_tools.console import note, print_json, progress
-    from trainer.chosen_model import NO_TOKENIZER
+    from titan_tools.terminal.console import note, print_json, progress
     from trainer.config.load import load_config
+    from trainer.job.chosen_model import NO_TOKENIZER
     from trainer.seed import job_of_seed
     from trainer.seed import seed as write_seed
 

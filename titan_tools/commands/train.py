@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.config_words import check_words
-from titan_tools.completion import complete_config
+from titan_tools.terminal.completion import complete_config
 
 
 def train(
@@ -59,10 +59,10 @@ def train(
     Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0). PYTORCH_ALLOC_CONF is set to
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
-    from converters.errors import ConfigError
-    from titan_tools.console import count, note
+    from converters.common.errors import ConfigError
     from titan_tools.launch import inside_launch, rank_errors, report_step_done, started_by_titan
     from titan_tools.memory.allocator_settings import choose_allocator
+    from titan_tools.terminal.console import count, note
     from trainer.config.load import load_config
     from trainer.observability.log import phase, shown_ranks
 
@@ -71,7 +71,7 @@ def train(
     with nullcontext() if started_by_titan() else phase(f"reading {config}"):
         settings = load_config(config, context.args)
     if dry_run:
-        from titan_tools.dry_run_page import dry_run_from_command_line
+        from titan_tools.pages.dry_run import dry_run_from_command_line
 
         dry_run_from_command_line(settings, world_size=world_size, rank=rank, as_json=as_json)
         return
@@ -89,10 +89,10 @@ def train(
 
     from titan_tools.launch import count_gpus, find_device, gpu_name, run_ranks
     from trainer.checkpoints.problems import is_saving
-    from trainer.inputs import check_run, raise_all
-    from trainer.job import required_world_size, resolve_job
-    from trainer.run_header import header_lines
-    from trainer.signals import interrupt_answer
+    from trainer.job.inputs import check_run, raise_all
+    from trainer.job.job import required_world_size, resolve_job
+    from trainer.job.run_header import header_lines
+    from trainer.ranks.signals import interrupt_answer
 
     with phase("importing torch, to count GPUs"):
         device, num_gpus = find_device(), count_gpus()

@@ -41,11 +41,11 @@ def verify(
       titan verify my-finetune --accept
     """
     from converters.accept import accept as accept_changes
-    from converters.errors import ConfigError
-    from converters.sizes import format_bytes
+    from converters.common.errors import ConfigError
+    from converters.common.sizes import format_bytes
     from converters.verify import verify as verify_checkpoint
-    from titan_tools.console import count, non_finite, note, print_json, progress, styled, wrapped
     from titan_tools.infer.find import newest_step
+    from titan_tools.terminal.console import count, non_finite, note, print_json, progress, styled, wrapped
 
     if accept and quick:
         raise ConfigError("--accept reads every tensor: leave --quick out")

@@ -13,12 +13,12 @@ from typing import Any
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # type: ignore[attr-defined]
 
-from converters.assets import CARRIED, CHAT_TEMPLATES
-from converters.commit import require_space
-from converters.containers.hub_checksums import is_computable
-from converters.errors import CheckpointError, list_offenders
-from converters.execute import Progress, no_progress
-from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
+from converters.conversion.execute import Progress, no_progress
+from converters.store.commit import require_space
+from converters.store.hub_checksums import is_computable
+from converters.tokenizers.assets import CARRIED, CHAT_TEMPLATES
 from titan_tools.hub.errors import hub_errors
 from titan_tools.hub.fetch import check_sum, fetch
 from titan_tools.hub.present import compare, find_present, require_whole

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 
 RESUME = "run the same command again to resume"
 _LOG_IN = ("hf auth login", "HF_TOKEN=hf_… titan download …")

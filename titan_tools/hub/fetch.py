@@ -10,9 +10,9 @@ from huggingface_hub import get_session
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 
-from converters.containers.hub_checksums import has_content, is_computable
-from converters.errors import CheckpointError
-from converters.file_lock import lock_file
+from converters.common.errors import CheckpointError
+from converters.store.file_lock import lock_file
+from converters.store.hub_checksums import has_content, is_computable
 from titan_tools.hub.errors import RESUME
 
 PAUSES_SECS = (1, 2, 4, 8)  # after consecutive failures; a received byte resets the count

@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 from huggingface_hub import constants
 from huggingface_hub.file_download import repo_folder_name
 
-from converters.containers.hub_checksums import Recorded, has_content, is_computable, recorded_files
+from converters.common.errors import CheckpointError, list_offenders
 from converters.containers.safetensors import read_weight_map
-from converters.errors import CheckpointError, list_offenders
-from converters.execute import Progress
+from converters.conversion.execute import Progress
+from converters.store.hub_checksums import Recorded, has_content, is_computable, recorded_files
 from titan_tools.hub.targets import DownloadTarget, RemoteFile
 
 CHECKING = "comparing with the hub's checksums"

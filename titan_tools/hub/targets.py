@@ -12,9 +12,9 @@ from typing import Protocol
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.file_download import repo_folder_name
 
-from converters.commit import check_destination, commit
-from converters.containers.hub_checksums import Recorded, record_file, recorded_files
-from converters.errors import CheckpointError, list_offenders
+from converters.common.errors import CheckpointError, list_offenders
+from converters.store.commit import check_destination, commit
+from converters.store.hub_checksums import Recorded, record_file, recorded_files
 from titan_tools.hub.fetch import check_sum
 
 PART_SUFFIX = ".incomplete"

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.assets import TOKENIZERS, find_assets
-from converters.containers.hf_cache import snapshot_of
-from converters.errors import CheckpointError, list_offenders
-from converters.manifest import check_files, read_manifest
-from converters.names import DCP_METADATA
-from titan_tools.console import note
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import DCP_METADATA
+from converters.store.hf_cache import snapshot_of
+from converters.store.manifest import check_files, read_manifest
+from converters.tokenizers.assets import TOKENIZERS, find_assets
 from titan_tools.infer.text.chat_template import has_template
+from titan_tools.terminal.console import note
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 

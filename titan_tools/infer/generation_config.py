@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.assets import find_assets
-from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
-from converters.json_file import read_json
-from converters.model_info import ModelInfo
-from converters.names import HF_GENERATION_CONFIG
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
+from converters.common.names import HF_GENERATION_CONFIG
+from converters.model.model_info import ModelInfo
+from converters.store.json_file import read_json
+from converters.tokenizers.assets import find_assets
 from titan_tools.infer.request import Request
 
 # Sampling fields: transformers' default, and the value without effect

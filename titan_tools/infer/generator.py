@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from converters.errors import ConfigError
-from converters.weights import open_native
+from converters.common.errors import ConfigError
+from converters.source.weights import open_native
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, generate
 from titan_tools.infer.decoding.likelihood import Likelihood

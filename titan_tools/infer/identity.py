@@ -6,16 +6,16 @@ from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
-from converters.assets import find_assets
-from converters.box import Box
-from converters.engine.digest import TensorDigest, digest_of_sum
-from converters.errors import ConfigError, list_offenders
+from converters.common.box import Box
+from converters.common.errors import ConfigError, list_offenders
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.families.registry import get_family
-from converters.manifest import TensorSum
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.namings import fused_with
-from converters.view import View
-from converters.weights import NativeWeights
+from converters.naming.namings import fused_with
+from converters.source.weights import NativeWeights
+from converters.store.digest import TensorDigest, digest_of_sum
+from converters.store.manifest import TensorSum
+from converters.tokenizers.assets import find_assets
+from converters.views.view import View
 
 _SAMPLED = 512  # elements at each end of a tensor
 _DIGEST_BYTES = 16

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import torch
 
-from converters.errors import CheckpointError, ConfigError
-from converters.source_check import check_read_files
-from converters.stored_blocks import BlocksSource
-from converters.trained_by import foreign_remark
-from converters.weights import NativeWeights
-from titan_tools.console import note
+from converters.common.errors import CheckpointError, ConfigError
+from converters.conversion.trained_by import foreign_remark
+from converters.integrity.source_check import check_read_files
+from converters.quantized.stored_blocks import BlocksSource
+from converters.source.weights import NativeWeights
 from titan_tools.infer.decoding.sampling import check_logprobs, check_sampling
 from titan_tools.infer.find import FoundCheckpoint, find_tokenizer
 from titan_tools.infer.generation_config import follow, read_generation_config
@@ -24,6 +23,7 @@ from titan_tools.infer.request import Request, check_options
 from titan_tools.infer.task import Work
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
+from titan_tools.terminal.console import note
 
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 

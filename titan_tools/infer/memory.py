@@ -6,14 +6,13 @@ from contextlib import contextmanager
 
 import torch
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
+from converters.common.sizes import GIB
 from converters.families.base import ModelArgs, Role
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
-from converters.sizes import GIB
-from converters.stored_blocks import MXFP4, BlocksSource
-from converters.weights import NativeWeights
-from titan_tools.console import count, note
+from converters.model.model_info import ModelInfo
+from converters.quantized.stored_blocks import MXFP4, BlocksSource
+from converters.source.weights import NativeWeights
 from titan_tools.infer.decoding.attention import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
 from titan_tools.infer.model.load import SlicedModel
@@ -24,8 +23,9 @@ from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
 from titan_tools.infer.task import Task, Work
 from titan_tools.launch import inside_launch, started_by_titan
-from titan_tools.machine_errors import as_memory_error
-from trainer.machine import available_bytes, not_enough_memory
+from titan_tools.terminal.console import count, note
+from titan_tools.terminal.machine_errors import as_memory_error
+from trainer.ranks.machine import available_bytes, not_enough_memory
 
 _OTHER_BYTES = GIB  # CUDA graphs, workspaces of matrix products, NCCL's buffers, and gaps between blocks
 _MXFP4_BYTES = 17 / 32  # of a value, with the scales of blocks

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from converters.errors import ConfigError, TitanError
-from converters.manifest import in_threads
+from converters.common.errors import ConfigError, TitanError
+from converters.store.manifest import in_threads
 from titan_tools.launch import inside_launch, started_by_titan
-from trainer.agree import on_each, on_first
-from trainer.machine import machine_identity
-from trainer.process_group import PEER_ENDED, TIMED_OUT, own_gpu, set_timeout, use_one_worker
-from trainer.rendezvous import LostRank, explained_connections, join_group, launched
+from trainer.ranks.agree import on_each, on_first
+from trainer.ranks.machine import machine_identity
+from trainer.ranks.process_group import PEER_ENDED, TIMED_OUT, own_gpu, set_timeout, use_one_worker
+from trainer.ranks.rendezvous import LostRank, explained_connections, join_group, launched
 
 # A rank that ended closes its connections, which shows at once; a machine that lost power does not. On a single machine
 # there is no timeout: a rank may be stopped by Ctrl-Z, or its output may wait for a reader.

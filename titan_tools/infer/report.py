@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from converters.sizes import GIB
-from titan_tools.console import count, tally
+from converters.common.sizes import GIB
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Timings
 from titan_tools.infer.model.quantize import STORED
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
-from trainer.gpus import data_sheet
+from titan_tools.terminal.console import count, tally
+from trainer.ranks.gpus import data_sheet
 
 
 def result_of(completion: Completion, *, samples: int = 1) -> dict[str, Any]:

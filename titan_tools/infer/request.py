@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from converters.errors import ConfigError, list_offenders
+from converters.common.errors import ConfigError, list_offenders
 from titan_tools.infer.decoding.sampling import Sampling, check_sampling
 from titan_tools.infer.text.prompts import FROM_BOS, why_empty
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 import typer
 
+from converters.source.weights import NativeWeights, open_native
 from converters.tokenizers.tokenizer import tokenizer_note
-from converters.weights import NativeWeights, open_native
-from titan_tools.console import note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.find import find_checkpoints
 from titan_tools.infer.generation_config import note_on, read_generation_config
@@ -36,8 +35,9 @@ from titan_tools.infer.tasks.one_prompt import prepare_one
 from titan_tools.infer.tasks.results_settings import recorded_moment
 from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
-from trainer.agree import on_each
-from trainer.machine import machine_identity
+from titan_tools.terminal.console import note
+from trainer.ranks.agree import on_each
+from trainer.ranks.machine import machine_identity
 
 
 def infer(request: Request) -> None:

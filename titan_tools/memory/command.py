@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from converters.errors import ConfigError, UnsupportedError, list_offenders
-from converters.replace_file import replacing
-from titan_tools.console import count, current_work, note, print_json
+from converters.common.errors import ConfigError, UnsupportedError, list_offenders
+from converters.store.replace_file import replacing
 from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.imbalance import JUDGED_IMBALANCE, imbalance_problems
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.trace.coverage import NotTraceable, trace_gaps
+from titan_tools.terminal.console import count, current_work, note, print_json
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.gpus import DEFAULT_GPU, GPUS, Gpu, gpus_called
-from trainer.job import Job, resolve_job
+from trainer.job.job import Job, resolve_job
 from trainer.parallel.float8 import capability_needed, is_float8
+from trainer.ranks.gpus import DEFAULT_GPU, GPUS, Gpu, gpus_called
 
 ALLOCATORS: tuple[AllocatorName, ...] = ("classic", "expandable")
 PICTURES = (".png", ".svg", ".pdf")

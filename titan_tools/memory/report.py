@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.mesh_shape import AXES, DEGREES
-from converters.sizes import GIB, format_bytes
-from titan_tools.console import count, table
+from converters.common.sizes import GIB, format_bytes
+from converters.layout.mesh_shape import AXES, DEGREES
 from titan_tools.memory.constants import ENGINES_AGREE, PARTS
 from titan_tools.memory.estimate import Estimate, RankEstimate, UnevenEstimate
 from titan_tools.memory.replay.replay import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
 from titan_tools.memory.trace.events import StepPoint
 from titan_tools.memory.verdict import FITS, Verdict
+from titan_tools.terminal.console import count, table
 
 _PHASES = {
     "build": "when the model is built",

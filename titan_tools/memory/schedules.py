@@ -5,7 +5,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from converters.stages import ranks_of_stages
+from converters.layout.stages import ranks_of_stages
 from trainer.parallel.stages import V_SCHEDULES
 
 Kind = Literal["F", "B", "I", "W", "gather", "reshard", "reduce", "RECV_F", "RECV_B", "WAIT_SEND_F"]

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from converters.errors import ConfigError
-from converters.sizes import format_bytes
+from converters.common.errors import ConfigError
+from converters.common.sizes import format_bytes
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.run_shape import run_shape
 from trainer.config.sections import Config
-from trainer.gpus import Gpu
-from trainer.job import Job, resolve_job
+from trainer.job.job import Job, resolve_job
 from trainer.loss.registry import CHUNKED
+from trainer.ranks.gpus import Gpu
 
 MOST = 5
 _MOST_TP = 8  # GPUs of a node, beyond which tensor parallelism is slow

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import cuda
 
-from trainer.signals import die_with_parent
+from trainer.ranks.signals import die_with_parent
 
 T = TypeVar("T")
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.sizes import GIB
+from converters.common.sizes import GIB
 from titan_tools.memory.allocator_settings import unmodelled_settings
 from titan_tools.memory.constants import RESERVED_ERROR
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.replay import replay
 from titan_tools.memory.trace.events import Trace
-from trainer.gpus import DEFAULT_GPU, GPUS, Gpu
+from trainer.ranks.gpus import DEFAULT_GPU, GPUS, Gpu
 
 VerdictName = Literal["fits", "does not fit", "too close to call"]
 FITS: VerdictName = "fits"

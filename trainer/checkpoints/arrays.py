@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from converters.dtypes import numpy_dtype
+from converters.common.dtypes import numpy_dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -20,14 +20,14 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from converters.errors import CheckpointError, TitanError
-from converters.sizes import format_bytes
-from trainer.agree import on_first
+from converters.common.errors import CheckpointError, TitanError
+from converters.common.sizes import format_bytes
 from trainer.checkpoints.process import PROGRAM, WriterArguments
 from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
 from trainer.checkpoints.write import StepToSave, save_step
 from trainer.observability.log import note
-from trainer.process_group import CHECKPOINT_TIMEOUT
+from trainer.ranks.agree import on_first
+from trainer.ranks.process_group import CHECKPOINT_TIMEOUT
 
 _EXIT_SECS = 20  # for an idle writer process to end
 

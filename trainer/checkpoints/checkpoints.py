@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from converters.assets import TOKEN_IDS
-from converters.commit import require_space
-from converters.dtypes import itemsize
-from converters.errors import CheckpointError, list_offenders
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
-from trainer.agree import on_each, on_first
+from converters.model.model_info import ModelInfo
+from converters.store.commit import require_space
+from converters.tokenizers.assets import TOKEN_IDS
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
 from trainer.checkpoints.load import DamagedFiles, load_state, load_weights, not_carried
@@ -41,8 +40,9 @@ from trainer.checkpoints.step_folders import (
 )
 from trainer.checkpoints.write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
-from trainer.mesh import local_part
 from trainer.observability.log import note
+from trainer.ranks.agree import on_each, on_first
+from trainer.ranks.mesh import local_part
 from trainer.train_model import TrainModel
 
 

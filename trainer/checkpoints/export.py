@@ -7,15 +7,15 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from converters.commit import require_space
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.fold import fold_texts
 from converters.convert import convert
-from converters.errors import CheckpointError, list_offenders
-from converters.fold import fold_texts
-from converters.model_info import ModelInfo
-from trainer.agree import on_each, on_first
+from converters.model.model_info import ModelInfo
+from converters.store.commit import require_space
 from trainer.checkpoints.export_plan import export_folders, look_at_exports, refuse_others
 from trainer.config.sections import Checkpoint
 from trainer.observability.log import note
+from trainer.ranks.agree import on_each, on_first
 
 
 class Exports:

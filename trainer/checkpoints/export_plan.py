@@ -3,19 +3,19 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from converters.box import TensorInfo
-from converters.commit import check_destination
+from converters.common.box import TensorInfo
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import EDITABLE, MANIFEST
 from converters.containers.target import Target
-from converters.errors import CheckpointError, list_offenders
+from converters.conversion.needs import needed_bytes
 from converters.families.registry import get_family
-from converters.foreign_view import foreign_view
 from converters.formats.base import Contents, OutputOptions
 from converters.formats.registry import get_format
-from converters.manifest import check_sizes, list_files
-from converters.model_info import ModelInfo
-from converters.names import EDITABLE, MANIFEST
-from converters.needs import needed_bytes
-from converters.view import View
+from converters.model.model_info import ModelInfo
+from converters.naming.foreign_view import foreign_view
+from converters.store.commit import check_destination
+from converters.store.manifest import check_sizes, list_files
+from converters.views.view import View
 from trainer.config.sections import Checkpoint
 from trainer.models.initial_weights import InitialWeights
 

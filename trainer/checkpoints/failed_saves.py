@@ -4,8 +4,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from converters.errors import CheckpointError
-from converters.sizes import format_bytes
+from converters.common.errors import CheckpointError
+from converters.common.sizes import format_bytes
 
 
 class SaveFailed(CheckpointError):

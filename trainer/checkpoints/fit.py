@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from converters.box import TensorInfo
-from converters.dtypes import DTYPES
-from converters.errors import CheckpointError, list_offenders
-from converters.names import OPTIMIZER, RNG, section_of
-from trainer.agree import on_each
+from converters.common.box import TensorInfo
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import OPTIMIZER, RNG, section_of
 from trainer.checkpoints.arrays import dtype_name
+from trainer.ranks.agree import on_each
 
 
 def refuse_misfits(

@@ -37,17 +37,17 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from converters.box import Box, TensorSource, row_blocks
-from converters.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
+from converters.common.box import Box, TensorSource, row_blocks
+from converters.common.crc import crc32
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, TitanError, list_offenders
+from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
 from converters.containers.dcp_metadata import dump_metadata
-from converters.crc import crc32
-from converters.dtypes import itemsize
-from converters.engine.digest import TensorDigest, has_whole_rows
-from converters.errors import CheckpointError, TitanError, list_offenders
-from converters.layout import DISTCP_FILE
-from converters.manifest import FileSum
-from converters.names import DCP_METADATA
+from converters.layout.layout import DISTCP_FILE
+from converters.store.digest import TensorDigest, has_whole_rows
+from converters.store.manifest import FileSum
+from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
 from trainer.checkpoints.arrays import as_array, as_tensor, dtype_name
 
 _BLOB_FILE = "__{rank}_1.distcp"  # plain values apart from the tensors: every rank reads them all

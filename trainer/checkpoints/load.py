@@ -15,15 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from converters.assets import CLASS_DEFAULTS
-from converters.box import Box, TensorInfo, TensorSource
-from converters.catalog import Catalog
-from converters.dtypes import DTYPES, itemsize
-from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, list_offenders
-from converters.manifest import Manifest, changed_since, check_files, check_sizes
-from converters.model_info import ModelInfo, describes_model, read_model_info
-from converters.names import (
+from converters.common.box import Box, TensorInfo, TensorSource
+from converters.common.dtypes import DTYPES, itemsize
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import (
     OPTIMIZER,
     RNG,
     TIKTOKEN_MODEL,
@@ -31,23 +26,28 @@ from converters.names import (
     TRAIN_STATE,
     section_of,
 )
-from converters.open import open_checkpoint
+from converters.conversion.trained_by import foreign_remark
+from converters.engine.read import CatalogReader
+from converters.model.model_info import ModelInfo, describes_model, read_model_info
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
+from converters.store.manifest import Manifest, changed_since, check_files, check_sizes
+from converters.tokenizers.assets import CLASS_DEFAULTS
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizes_differently
-from converters.trained_by import foreign_remark
 from converters.training.optimizer_state import is_number
-from converters.weights import open_native
-from trainer.agree import on_each, on_first
+from converters.views.catalog import Catalog
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.recorded import SETTINGS
 from trainer.checkpoints.resumable import DATA_SUFFIX, refuse_not_resumable
 from trainer.checkpoints.run_state import RunState
-from trainer.chosen_model import refuse_other_form, refuse_other_model, selected_by_setting
 from trainer.config.sections import Checkpoint
-from trainer.machine import available_bytes, machine_identity
-from trainer.mesh import local_part
+from trainer.job.chosen_model import refuse_other_form, refuse_other_model, selected_by_setting
 from trainer.observability.log import note
+from trainer.ranks.agree import on_each, on_first
+from trainer.ranks.machine import available_bytes, machine_identity
+from trainer.ranks.mesh import local_part
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
 _OPTIONAL = (f"{TRAIN_STATE}.wandb_run_id", SETTINGS)  # of runs that log to Weights & Biases; not in titan's first ones

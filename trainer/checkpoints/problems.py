@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from converters.hub_names import find_local
-from converters.model_info import ModelInfo
+from converters.model.model_info import ModelInfo
+from converters.store.hub_names import find_local
 from trainer.config.sections import Checkpoint, Model
 
 _EXPORTS = ("last_save_in_hf", "last_save_in_torchtune")

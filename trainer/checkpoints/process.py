@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from trainer.signals import die_with_parent
+from trainer.ranks.signals import die_with_parent
 
 PROGRAM = ["-m", "trainer.checkpoints.process"]
 
@@ -51,10 +51,10 @@ def serve(own: WriterArguments, pipe: Connection) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
-    from converters.errors import TitanError
+    from converters.common.errors import TitanError
     from trainer.checkpoints.staging import SharedMemory, SnapshotPlanner
     from trainer.checkpoints.write import save_step
-    from trainer.process_group import CHECKPOINT_TIMEOUT
+    from trainer.ranks.process_group import CHECKPOINT_TIMEOUT
 
     memory = SharedMemory(own.memory)
     group: dist.ProcessGroup | None = None

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from converters.crc import crc32, join_crc32
+from converters.common.crc import crc32, join_crc32
 from converters.engine.read import CatalogReader
-from converters.manifest import FileSum, in_threads, sum_range
-from trainer.agree import on_each
+from converters.store.manifest import FileSum, in_threads, sum_range
+from trainer.ranks.agree import on_each
 
 _MOST_RANGES = 8192  # of a rank; all ranks get them, 32 bytes each
 _PART_BYTES = 256 << 20  # of what is read for its CRC32 alone

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError
+from converters.common.names import DATALOADER, OPTIMIZER, TRAIN_STATE, section_of
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
-from converters.names import DATALOADER, OPTIMIZER, TRAIN_STATE, section_of
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from converters.training.optimizer_state import is_number
 from trainer.data.position import STREAMS
 

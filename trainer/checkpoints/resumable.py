@@ -3,16 +3,16 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from converters.catalog import Catalog
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
+from converters.common.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, section_of
 from converters.families.registry import get_family
-from converters.manifest import check_files, check_sizes
-from converters.model_info import ModelInfo, describes_model, read_model_info
-from converters.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, section_of
-from converters.open import open_checkpoint
-from converters.weights import naming_of, open_native
-from trainer.chosen_model import refuse_other_model, selected_by_setting
+from converters.model.model_info import ModelInfo, describes_model, read_model_info
+from converters.source.open import open_checkpoint
+from converters.source.weights import naming_of, open_native
+from converters.store.manifest import check_files, check_sizes
+from converters.views.catalog import Catalog
 from trainer.config.sections import Config
+from trainer.job.chosen_model import refuse_other_model, selected_by_setting
 
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 DATA_SUFFIX = ".distcp"

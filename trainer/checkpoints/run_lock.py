@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from converters.errors import CheckpointError
-from converters.file_lock import lock_file
-from converters.names import RUN_LOCK
+from converters.common.errors import CheckpointError
+from converters.common.names import RUN_LOCK
+from converters.store.file_lock import lock_file
 from trainer.checkpoints.step_folders import refuse_foreign
 
 _RETRY_SECS = 0.1

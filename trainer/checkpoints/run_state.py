@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from converters.names import DATALOADER, LR_SCHEDULER, OPTIMIZER, RNG, TRAIN_STATE
+from converters.common.names import DATALOADER, LR_SCHEDULER, OPTIMIZER, RNG, TRAIN_STATE
 from trainer.optim.lr_schedule import LRSchedule
 from trainer.optim.optimizer import optimizer_state
 from trainer.train_model import TrainModel
@@ -28,7 +28,7 @@ class Progress:
     ntokens_seen: int = 0
     skipped_steps: int = 0  # of `step`: those without an update, under training.on_nonfinite = "skip"
     wandb_run_id: str | None = None  # saved only where there is one
-    settings: str | None = None  # of the run that saves, as JSON: see trainer/resume.py
+    settings: str | None = None  # of the run that saves, as JSON: see trainer/job/resume.py
 
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from converters.errors import CheckpointError, list_offenders
-from converters.names import TEMPORARY_PREFIX
-from trainer.agree import on_each, on_first
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import TEMPORARY_PREFIX
+from trainer.ranks.agree import on_each, on_first
 
 # NFS clients keep attributes of folders for up to a minute, so that they may see a new file as late as that
 PATIENCE_SECS = 60.0

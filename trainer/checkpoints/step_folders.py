@@ -5,10 +5,18 @@ import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from converters.commit import sweep_staging
-from converters.errors import CheckpointError, list_offenders
-from converters.manifest import check_sizes
-from converters.names import ASIDE_PREFIX, DCP_METADATA, MANIFEST, RUN_LOCK, STEP_FOLDER, TEMPORARY_PREFIX, step_of
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import (
+    ASIDE_PREFIX,
+    DCP_METADATA,
+    MANIFEST,
+    RUN_LOCK,
+    STEP_FOLDER,
+    TEMPORARY_PREFIX,
+    step_of,
+)
+from converters.store.commit import sweep_staging
+from converters.store.manifest import check_sizes
 
 
 def step_folder(folder: Path, step: int) -> Path:

@@ -19,23 +19,23 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from converters.assets import write_assets
-from converters.box import Box, row_blocks
-from converters.catalog import Catalog, TensorEntry
-from converters.commit import commit, new_staging
-from converters.cover import overlap
-from converters.dtypes import itemsize
-from converters.engine.digest import TensorDigest, has_whole_rows
+from converters.common.box import Box, row_blocks
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError
+from converters.common.names import ASSETS_FOLDER
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
-from converters.manifest import TensorSum, write_manifest
-from converters.model_info import ModelInfo, write_model_info
-from converters.names import ASSETS_FOLDER
-from converters.open import open_checkpoint
-from trainer.agree import on_each, on_first
+from converters.model.model_info import ModelInfo, write_model_info
+from converters.source.open import open_checkpoint
+from converters.store.commit import commit, new_staging
+from converters.store.digest import TensorDigest, has_whole_rows
+from converters.store.manifest import TensorSum, write_manifest
+from converters.tokenizers.assets import write_assets
+from converters.views.catalog import Catalog, TensorEntry
+from converters.views.cover import overlap
 from trainer.checkpoints.failed_saves import SaveFailed
 from trainer.checkpoints.io import CheckpointWriter, as_titan_error
 from trainer.checkpoints.step_folders import retire, step_folder
+from trainer.ranks.agree import on_each, on_first
 
 _READ_BACK_BYTES = 8 << 20
 

@@ -12,8 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from converters.errors import ConfigError, TitanError
-from converters.extensions import ExtensionError, where_defined
+from converters.common.errors import ConfigError, TitanError
+from converters.common.extensions import ExtensionError, where_defined
 
 # Where imported modules and their neighbours are: a folder, or a file. What titan and Python have within is not theirs
 _imported: set[Path] = set()

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from converters.errors import ConfigError, list_offenders
+from converters.common.errors import ConfigError, list_offenders
 from converters.families.registry import all_families
 from trainer.config.command_line import read_overrides
 from trainer.config.custom_import import import_custom

@@ -8,10 +8,10 @@ import re
 import shlex
 from pathlib import Path
 
-from converters.errors import ConfigError, TitanError
+from converters.common.errors import ConfigError, TitanError
 from converters.families.base import Family, ModelArgs, computed_numbers
 from converters.families.registry import all_families, read_hf_config, read_meta_params
-from converters.json_file import read_json
+from converters.store.json_file import read_json
 from trainer.config.preset import preset_models, preset_names
 
 _HUB_NAME = re.compile(r"[\w][\w.\-]*/[\w][\w.\-]*")
@@ -38,7 +38,7 @@ def not_a_config(source: str) -> ConfigError | None:
 
 
 def _of_folder(folder: Path) -> ConfigError:
-    from converters.model_info import find_model_file
+    from converters.model.model_info import find_model_file
 
     try:
         file = find_model_file(folder)
@@ -51,7 +51,7 @@ def _of_folder(folder: Path) -> ConfigError:
 
 
 def _of_file(path: Path, kind: str) -> ConfigError:
-    from converters.model_info import find_model_file
+    from converters.model.model_info import find_model_file
 
     what = f"{path} is {'a file of weights' if kind == 'weights' else kind}, not a config file"
     if kind == "weights" and (file := find_model_file(path)) is not None:
@@ -105,10 +105,10 @@ def _of_model(file: Path, what: str, *, weights: str) -> ConfigError:
 
 
 def _described(file: Path) -> tuple[Family, ModelArgs]:
-    from converters.model_info import read_model_info
-    from converters.model_numbers import check_args
-    from converters.multimodal import split_config
-    from converters.names import META_PARAMS, MODEL_INFO
+    from converters.common.names import META_PARAMS, MODEL_INFO
+    from converters.families.model_numbers import check_args
+    from converters.model.model_info import read_model_info
+    from converters.model.multimodal import split_config
 
     if file.name == MODEL_INFO:
         info = read_model_info(file.parent)

@@ -4,7 +4,7 @@ import difflib
 import tomllib
 from pathlib import Path
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "presets"
 _SCRIPTS = Path(__file__).parent / "launch_scripts"

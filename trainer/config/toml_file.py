@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from trainer.config.not_a_config import not_a_config
 
 _MOST_BYTES = 1 << 20  # a config is a page of text; more is some other file

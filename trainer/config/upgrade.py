@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.registry import all_families
-from converters.replace_file import replacing
+from converters.store.replace_file import replacing
 from trainer.config.load import is_known, is_older, problem_of
 from trainer.config.refused import REFUSED_EXTENSIONS
 from trainer.config.renamed import CHANGED_DEFAULTS, GONE, RENAMED, RENAMED_VALUES

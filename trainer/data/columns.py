@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from converters.errors import DataError, UnsupportedError
+from converters.common.errors import DataError, UnsupportedError
 
 _ROWS_AT_ONCE = 1024  # of one column: some MiB of text
 

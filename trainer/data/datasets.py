@@ -5,8 +5,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from converters.errors import ConfigError, DataError, UnsupportedError
-from converters.extensions import check_call
+from converters.common.errors import ConfigError, DataError, UnsupportedError
+from converters.common.extensions import check_call
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.index import open_index, read_vocab_size
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds

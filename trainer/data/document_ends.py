@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.sample import DocumentRules
 from trainer.data.text_index import refuse_no_tokenizer

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from converters.assets import CARRIED
-from converters.errors import DataError
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.sizes import GIB
+from converters.common.errors import DataError
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.common.sizes import GIB
+from converters.tokenizers.assets import CARRIED
 
 VERSION = 1
 INDEX_JSON = "index.json"

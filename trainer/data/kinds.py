@@ -3,9 +3,9 @@
 from dataclasses import replace
 from math import ceil
 
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Dataloader, Training, Validation
-from trainer.machine import Device
+from trainer.ranks.machine import Device
 
 TOKENS = "tokens"
 TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")

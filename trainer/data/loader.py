@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import STATE_VERSION, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules

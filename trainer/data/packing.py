@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 
 
 class BestFit:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from trainer.data.sample import Packing
 
 STATE_VERSION = 1

@@ -9,10 +9,10 @@ from heapq import heappop, heappush
 from math import nextafter
 from pathlib import Path
 
-from converters.assets import find_assets, write_assets
-from converters.commit import staged
-from converters.errors import DataError, list_offenders
-from converters.json_file import write_json
+from converters.common.errors import DataError, list_offenders
+from converters.store.commit import staged
+from converters.store.json_file import write_json
+from converters.tokenizers.assets import find_assets, write_assets
 from converters.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from trainer.data.index import INDEX_JSON
 from trainer.data.sources import Document, Skipped, each_once, find_files, read_documents, standard_library

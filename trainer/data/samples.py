@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from converters.errors import ConfigError, DataError
-from converters.extensions import ExtensionError, check_attributes, check_call, where_defined
+from converters.common.errors import ConfigError, DataError
+from converters.common.extensions import ExtensionError, check_attributes, check_call, where_defined
 from trainer.data.index import HELD_OUT
 from trainer.data.packing import BestFit, refuse_wrong_offsets
 from trainer.data.position import Cut

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from converters.errors import DataError, UnsupportedError
+from converters.common.errors import DataError, UnsupportedError
 from trainer.data.columns import decompressed, parquet_values
 
 TEXT = (".txt", ".md", ".py")

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import RESTART_DATA, STATE_VERSION, STREAMS, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules, window_sample

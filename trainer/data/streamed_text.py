@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.errors import DataError, UnsupportedError
+from converters.common.errors import DataError, UnsupportedError
 from trainer.data.sources import JSON_LINES, PARQUET, Document, find_files
 
 C4_ON_THE_HUB = ("allenai/c4", "en")

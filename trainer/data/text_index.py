@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from converters.assets import find_assets
-from converters.commit import staged
-from converters.errors import DataError
-from converters.file_lock import lock_file
-from converters.json_file import write_json
-from converters.names import RUN_LOCK, TEMPORARY_PREFIX
+from converters.common.errors import DataError
+from converters.common.names import RUN_LOCK, TEMPORARY_PREFIX
+from converters.store.commit import staged
+from converters.store.file_lock import lock_file
+from converters.store.json_file import write_json
+from converters.tokenizers.assets import find_assets
 from converters.tokenizers.reader import READER_VERSION, implied_class
 from converters.tokenizers.tokenizer import has_tokenizer, tokenizer_note
 from trainer.data.document_text import TRAIN_OPTION, special_text_note

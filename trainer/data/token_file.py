@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from converters.tokenizers.tokenizer import Tokenizer
 from trainer.data.index import offsets_file, tokens_file
 

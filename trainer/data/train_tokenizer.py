@@ -4,9 +4,9 @@ import base64
 from collections.abc import Iterable
 from pathlib import Path
 
-from converters.errors import DataError
-from converters.json_file import write_json
-from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL
+from converters.common.errors import DataError
+from converters.common.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL
+from converters.store.json_file import write_json
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, write_hf_tokenizer
 
 NUM_SPECIAL = 10  # Llama 3's named ones, which torchtune requires

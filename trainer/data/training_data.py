@@ -9,12 +9,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import xxhash
 
-from converters.assets import find_assets
-from converters.hub_names import find_local
-from converters.names import TEXT_INDEXES
+from converters.common.names import TEXT_INDEXES
+from converters.store.hub_names import find_local
+from converters.tokenizers.assets import find_assets
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note
-from trainer.agree import on_each, on_first
-from trainer.chosen_model import tokenizer_folder
 from trainer.config.sections import Model, Training
 from trainer.data.batch import Batch
 from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocabulary
@@ -28,9 +26,11 @@ from trainer.data.samples import TokenSource, Weighted
 from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
-from trainer.job import Job
-from trainer.mesh import Meshes
+from trainer.job.chosen_model import tokenizer_folder
+from trainer.job.job import Job
 from trainer.observability.log import note
+from trainer.ranks.agree import on_each, on_first
+from trainer.ranks.mesh import Meshes
 
 
 class Loader(Protocol):

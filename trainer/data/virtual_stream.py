@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 
 Encode = Callable[[str], list[int]]  # of a document, its begin and end token included
 

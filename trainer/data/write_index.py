@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from converters.tokenizers.tokenizer import Tokenizer
 from trainer.data.document_text import before_special_token
 from trainer.data.index import HELD_OUT, SPLITS, TRAIN, VERSION, describe_files, fingerprint_of

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from converters.errors import UnsupportedError
-from converters.extensions import ExtensionError, where_defined
+from converters.common.errors import UnsupportedError
+from converters.common.extensions import ExtensionError, where_defined
 from trainer.config.sections import Compile, Training
 from trainer.loss.chunked import ChunkedOutput, LossSum
 from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum

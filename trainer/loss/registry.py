@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from converters.errors import ConfigError
-from converters.extensions import check_call
-from converters.mesh_shape import MeshShape
+from converters.common.errors import ConfigError
+from converters.common.extensions import check_call
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Parallelism
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
 from converters.families.base import Parameter
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
+from converters.model.model_info import ModelInfo
 from trainer.models.initialization import Constant, Distribution
 from trainer.models.registry import get_trainer_family
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import UnsupportedError, list_offenders
-from converters.extensions import ExtensionError, check_attributes, check_call
+from converters.common.errors import UnsupportedError, list_offenders
+from converters.common.extensions import ExtensionError, check_attributes, check_call
 from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
 from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan

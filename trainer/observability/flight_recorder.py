@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Comm
-from trainer.process_group import PEER_ENDED, TIMED_OUT
+from trainer.ranks.process_group import PEER_ENDED, TIMED_OUT
 
 _WAIT_SECS = 3.0  # for the other ranks to time out too; those that write no file are the ones that the others wait for
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from trainer.observability.status_line import erase
 
 SLOW_SECS = 1.0

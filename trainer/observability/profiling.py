@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.sections import Profiling
-from trainer.machine import Device
+from trainer.ranks.machine import Device
 
 if TYPE_CHECKING:
     from trainer.step import Phase

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from converters.errors import Preempted
-from converters.names import METRICS_FILE
+from converters.common.errors import Preempted
+from converters.common.names import METRICS_FILE
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Metrics
 from trainer.config.show import as_json
-from trainer.gpus import data_sheet
-from trainer.job import Job
+from trainer.job.job import Job
 from trainer.observability.log import note, shown_ranks
 from trainer.observability.sinks import (
     ConsoleSink,
@@ -31,6 +30,7 @@ from trainer.observability.status_line import StepProgress, erase, is_possible
 from trainer.observability.throughput import StepClock, flops_per_token, peak_memory
 from trainer.observability.wandb_sink import WandbSink
 from trainer.optim.expert_balance import ExpertLoad
+from trainer.ranks.gpus import data_sheet
 from trainer.step import OwnShare, StepResult
 
 

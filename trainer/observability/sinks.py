@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from converters.extensions import check_attributes, check_call
-from converters.names import RESUMED_FROM
+from converters.common.extensions import check_attributes, check_call
+from converters.common.names import RESUMED_FROM
 from trainer.config.custom_import import error_of_import
 from trainer.observability.log import note
 from trainer.observability.status_line import clock_text, erase

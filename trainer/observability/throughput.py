@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from converters.common.sizes import GIB
 from converters.families.base import ModelArgs
-from converters.sizes import GIB
 
 
 def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int, value_dim: int | None = None) -> int:

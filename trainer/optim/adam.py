@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from converters.stages import module_of
-from trainer.mesh import local_part
+from converters.layout.stages import module_of
 from trainer.optim.clip import local_gradient
+from trainer.ranks.mesh import local_part
 
 # Elements that are copied to fp32 at once: 256 MiB for each of parameter, gradient and moments.
 COPIED_ELEMENTS = 1 << 26

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.base import Role
 from converters.families.registry import get_family
 from trainer.train_model import TrainModel

@@ -9,8 +9,8 @@ import warnings
 from typing import TYPE_CHECKING
 
 from trainer.config.sections import Compile, Parallelism
-from trainer.machine import Device
 from trainer.parallel.compile import compiles
+from trainer.ranks.machine import Device
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.sections import ActivationCheckpoint, Compile
-from trainer.machine import Device
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+from trainer.ranks.machine import Device
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 
 if TYPE_CHECKING:
     import torch

@@ -1,12 +1,12 @@
 """Attention with masks (documents, windows, chunks, sinks): a config's settings, and what is refused. Torch-free."""
 
 from converters.families.base import Family, FlavorAttention, GroupedQuery, ModelArgs
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config
 from trainer.data.kinds import C4
 from trainer.data.sample import DocumentRules
-from trainer.machine import Device
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+from trainer.ranks.machine import Device
 
 _BLOCK_CAUSAL = "block_causal"
 

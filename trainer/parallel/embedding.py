@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from converters.errors import UnsupportedError
-from trainer.mesh import local_part
+from converters.common.errors import UnsupportedError
+from trainer.ranks.mesh import local_part
 
 
 class RowsOfVocabulary(ParallelStyle):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from converters.mesh_shape import MeshShape
-from trainer.mesh import Meshes, local_part
+from converters.layout.mesh_shape import MeshShape
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.llama3.model import Transformer
 from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE, grouped_swiglu
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.expert_exchange import NO_ROWS_ASSUMED, exchange_counts, return_from_experts, send_to_experts
 from trainer.parallel.shards import gather_shards, scatter_sum
+from trainer.ranks.mesh import Meshes, local_part
 
 _OF_GATHERED = {TensorStyle.COLUMNS: TensorStyle.COLUMNS_OF_GATHERED, TensorStyle.ROWS: TensorStyle.PARTIAL_ROWS}
 # The dim of features inside of an expert: [E, F, D], [E, D, F], [E, F, D]; of biased ones, [E, 2F, D], [E, 2F],

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.families.base import Experts, Family, ModelArgs, Role
-from converters.mesh_check import expert_mesh_problems
-from converters.mesh_shape import MeshShape
-from converters.rules import Zeros
+from converters.families.rules import Zeros
+from converters.layout.mesh_check import expert_mesh_problems
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from converters.families.base import ModelArgs, Parameter
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Float8, Model, Training
 from trainer.loss.registry import CHUNKED
-from trainer.machine import Device
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.ddp import is_ddp
+from trainer.ranks.machine import Device
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from converters.errors import ConfigError
-from converters.stages import ranks_of_stages, split_stages
+from converters.common.errors import ConfigError
+from converters.layout.stages import ranks_of_stages, split_stages
 from trainer.config.sections import Parallelism, Training
 
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from converters.families.base import ModelArgs
-from trainer.mesh import Meshes, local_part
 from trainer.optim.clip import local_gradient
 from trainer.parallel.stages import StageSplit
+from trainer.ranks.mesh import Meshes, local_part
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer

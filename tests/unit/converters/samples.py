@@ -6,13 +6,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from converters.box import Box, TensorInfo
-from converters.catalog import Catalog
+from converters.common.box import Box, TensorInfo
+from converters.common.dtypes import DTYPES
 from converters.containers.target import Target
-from converters.dtypes import DTYPES
 from converters.engine.copy import CopyResult, copy_tensors
 from converters.engine.read import CatalogReader
-from converters.manifest import TensorSum, write_manifest
+from converters.store.manifest import TensorSum, write_manifest
+from converters.views.catalog import Catalog
 
 
 def state_dict(seed: int = 0) -> dict[str, torch.Tensor]:

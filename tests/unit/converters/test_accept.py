@@ -9,14 +9,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-import converters.manifest as manifests
+import converters.store.manifest as manifests
 from converters.accept import accept
+from converters.common.errors import CheckpointError
+from converters.common.names import MANIFEST
 from converters.convert import convert
-from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
-from converters.manifest import read_manifest
-from converters.names import MANIFEST
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
+from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 from trainer.checkpoints.export_plan import refuse_others

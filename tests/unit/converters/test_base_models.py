@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
-from converters.errors import CheckpointError
 from converters.inspect import inspect_checkpoint
+from converters.source.weights import open_native
 from converters.verify import verify
-from converters.weights import open_native
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import UnsupportedError
 from converters.convert import convert
-from converters.errors import UnsupportedError
 from converters.families.base import LinearRope
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo, read_model_info
-from converters.weights import open_native
+from converters.model.model_info import ModelInfo, read_model_info
+from converters.source.weights import open_native
 from tests.tiny_families import write_tiny
 from trainer.models.initial_weights import InitialWeights
 

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.llama3 import LLAMA3
 from converters.formats.base import OutputOptions
-from converters.layout import local_box
-from converters.manifest import read_manifest
-from converters.mesh_shape import MeshShape
-from converters.model_info import read_model_info, write_model_info
-from converters.weights import open_native
+from converters.layout.layout import local_box
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import read_model_info, write_model_info
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from tests.hf_names import interleaved, native_name
 from tests.tiny_llama import write_llama
 
@@ -255,7 +255,7 @@ def test_a_failure_on_the_way_leaves_nothing(hf, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("converters.execute.write_manifest", fail)
+    monkeypatch.setattr("converters.conversion.execute.write_manifest", fail)
     with pytest.raises(CheckpointError, match="cannot write .*dcp: No space left"):
         convert(hf, tmp_path / "dcp", to="dcp")
     assert list(tmp_path.iterdir()) == []

@@ -8,19 +8,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from converters.box import TensorInfo
+from converters.common.box import TensorInfo
+from converters.common.errors import CheckpointError, ConfigError
+from converters.conversion.plan import find_casts, find_kept_float32
 from converters.convert import convert
 from converters.diff import diff
-from converters.errors import CheckpointError, ConfigError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.manifest import read_manifest
-from converters.mesh_shape import MeshShape
-from converters.open import open_checkpoint
-from converters.plan import find_casts, find_kept_float32
+from converters.layout.mesh_shape import MeshShape
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
+from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 

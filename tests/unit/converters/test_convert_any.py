@@ -26,12 +26,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from converters.common.errors import UnsupportedError
 from converters.convert import convert
-from converters.errors import UnsupportedError
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
+from converters.source.weights import open_native
 from converters.verify import verify
-from converters.weights import open_native
 from tests.tiny_families import SCALING
 from trainer.models.registry import get_trainer_family
 

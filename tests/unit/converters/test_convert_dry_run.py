@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from converters import execute
-from converters.box import TensorInfo
+from converters.common.box import TensorInfo
+from converters.common.errors import CheckpointError
+from converters.conversion import execute
+from converters.conversion.needs import COPY_BYTES_PER_SEC, WORKER_BYTES
 from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
-from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
-from converters.needs import COPY_BYTES_PER_SEC, WORKER_BYTES
+from converters.layout.mesh_shape import MeshShape
 from converters.reshard import reshard
 from tests.big_shapes import LLAMA_405B_CONFIG, llama_405b, num_bytes, write_sparse_dcp, write_sparse_hf
 from tests.hf_names import native_name

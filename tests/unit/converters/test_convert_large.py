@@ -206,10 +206,10 @@ def test_c22_casts_other_formats_reshard_and_verify_pass_too(large, tmp_path):
 COPY = """
 import sys
 from pathlib import Path
-from converters.execute import execute
+from converters.conversion.execute import execute
 from converters.containers.dcp_write import plan_dcp
-from converters.layout import boxes_for_any_mesh
-from converters.open import open_checkpoint
+from converters.layout.layout import boxes_for_any_mesh
+from converters.source.open import open_checkpoint
 from converters.engine.read import CatalogReader
 
 with CatalogReader(open_checkpoint(Path(sys.argv[1]))) as reader:

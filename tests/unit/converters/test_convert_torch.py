@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
-from converters.errors import CheckpointError
-from converters.manifest import read_manifest
+from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 
@@ -103,7 +103,7 @@ def test_a_file_is_there_whole_or_not_at_all(folders, native_state, tmp_path, mo
     torch.save({"a": torch.ones(3)}, dst)
     before = dst.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("converters.execute.write_manifest", _full_disk)
+        patch.setattr("converters.conversion.execute.write_manifest", _full_disk)
         with pytest.raises(CheckpointError, match=f"cannot write {dst}: No space left"):
             convert(folders / "dcp", dst, to="torch", overwrite=True)
         assert [p.name for p in tmp_path.iterdir()] == ["model.pt"] and dst.read_bytes() == before

@@ -17,24 +17,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.convert import convert
 from converters.diff import diff
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.registry import get_family
-from converters.foreign_view import foreign_view
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.layout import boxes_for_mesh, local_box
-from converters.mesh_check import check_mesh
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
-from converters.open import open_checkpoint
-from converters.quantization import Fp8Scheme
+from converters.layout.layout import boxes_for_mesh, local_box
+from converters.layout.mesh_check import check_mesh
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
+from converters.naming.foreign_view import foreign_view
+from converters.quantized.quantization import Fp8Scheme
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
 from converters.verify import verify
-from converters.weights import open_native
 from tests.big_shapes import deepseek_v3, write_sparse_hf
 from tests.fp8_folders import CONFIG, is_quantized
 from tests.tiny_deepseek import native_arrays, write_deepseek

@@ -9,19 +9,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
 from converters.diff import diff
-from converters.errors import CheckpointError
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.reshard import reshard
+from converters.source.weights import open_native
 from converters.verify import verify
-from converters.weights import open_native
 from tests.fp8_folders import dequantized, read_folder, write_fp8
 from tests.tiny_deepseek import write_deepseek, write_mtp
 from tests.unit.converters.test_deepseek_forms import own_names
-from trainer.chosen_model import refuse_other_form
 from trainer.config.sections import Checkpoint
+from trainer.job.chosen_model import refuse_other_form
 
 BLOCK = 128
 SIZES = {

@@ -9,11 +9,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
 from converters.diff import diff, in_both
-from converters.errors import CheckpointError
-from converters.mesh_shape import MeshShape
-from converters.model_info import read_model_info, write_model_info
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import read_model_info, write_model_info
 from converters.reshard import reshard
 from tests.tiny_llama import write_llama
 

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 
 import converters.engine.copy as copying
 from converters.accept import accept
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.convert import convert
 from converters.diff import diff
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.registry import get_family, read_hf_config
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.manifest import read_manifest
-from converters.mesh_shape import MeshShape
-from converters.model_info import read_model_info
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import read_model_info
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from converters.verify import verify
-from converters.weights import open_native
 from tests.tiny_experts import native_arrays, write_experts
 from titan_tools.infer.identity import origin_of
 
@@ -366,7 +366,7 @@ def test_gate_and_up_exchanged_in_a_file_with_a_manifest_are_found(dcp, form, tm
 
 def _place_of(folder: Path, name: str) -> int:
     from converters.engine.read import CatalogReader
-    from converters.open import open_checkpoint
+    from converters.source.open import open_checkpoint
 
     catalog = open_checkpoint(folder)
     with CatalogReader(catalog) as reader:

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.accept import accept
+from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.convert import convert
 from converters.diff import diff
-from converters.errors import CheckpointError, TitanError, UnsupportedError
 from converters.families.gpt_oss import FLAVORS
 from converters.families.gpt_oss_config import _RELEASE as RELEASE
 from converters.families.gpt_oss_config import config_of, from_release, release_config
@@ -17,17 +17,17 @@ from converters.families.registry import get_family, read_hf_config
 from converters.formats.base import OutputOptions
 from converters.formats.registry import get_format
 from converters.inspect import inspect_checkpoint
-from converters.manifest import read_manifest
-from converters.mesh_shape import MeshShape
-from converters.model_info import read_model_info
-from converters.mxfp4_scheme import Mxfp4Scheme
-from converters.quantization import read_quantization
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import read_model_info
+from converters.quantized.mxfp4_scheme import Mxfp4Scheme
+from converters.quantized.quantization import read_quantization
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from converters.verify import verify
-from converters.weights import open_native
 from tests.tiny_gpt_oss import CONFIG, NUMBERS, dequantize, quantize, read_folder, save, write_gpt_oss, write_mxfp4
 from tests.unit.converters.samples import load_dcp
-from trainer.chosen_model import refuse_other_form
 from trainer.config.sections import Checkpoint
+from trainer.job.chosen_model import refuse_other_form
 
 MATRICES = ("gate_up_proj", "down_proj")
 MXFP4 = OutputOptions(quantize="mxfp4")

@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.fold import TensorLine, fold_lines, fold_texts, tree_rows
 from converters.convert import convert
-from converters.errors import CheckpointError, list_offenders
-from converters.fold import TensorLine, fold_lines, fold_texts, tree_rows
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint, summarize_values
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from tests.tiny_llama import write_llama
 
 

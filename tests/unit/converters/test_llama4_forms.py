@@ -15,23 +15,23 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalGeneration
 
-from converters.completed import completed
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.containers.torch_file import read_catalog
+from converters.conversion.completed import completed
 from converters.convert import convert
 from converters.diff import diff
 from converters.engine.journal import reading_order
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families import registry
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.mesh_shape import MeshShape
-from converters.multimodal import EXTRA_REASON
-from converters.open import open_checkpoint
+from converters.layout.mesh_shape import MeshShape
+from converters.model.multimodal import EXTRA_REASON
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
+from converters.source.weights import native_weights, open_native
 from converters.verify import verify
-from converters.weights import native_weights, open_native
 from tests.big_shapes import llama4, write_sparse_hf
 from tests.tiny_llama4 import (
     PROCESSOR,

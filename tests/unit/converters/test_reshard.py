@@ -7,16 +7,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
+from converters.common.errors import CheckpointError, ConfigError
 from converters.convert import convert
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
-from converters.layout import local_box
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
-from converters.open import open_checkpoint
+from converters.layout.layout import local_box
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import SMALL_TENSOR_FILE, reshard
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 

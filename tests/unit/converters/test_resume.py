@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import converters.commit as committing
 import converters.engine.copy as copying
+import converters.store.commit as committing
+from converters.common.errors import CheckpointError
+from converters.common.names import JOURNAL, MANIFEST
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
+from converters.conversion.execute import execute
+from converters.conversion.needs import needed_bytes
 from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import Journal, plan_fingerprint
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
-from converters.execute import execute
-from converters.layout import boxes_for_any_mesh
-from converters.names import JOURNAL, MANIFEST
-from converters.needs import needed_bytes
-from converters.open import open_checkpoint
+from converters.layout.layout import boxes_for_any_mesh
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 
@@ -328,7 +328,9 @@ def test_what_is_written_already_needs_no_room_again(tmp_path, src, monkeypatch,
         run(src, tmp_path / "out", stop_after=30)
     usage, asked = shutil.disk_usage(tmp_path), []
     with monkeypatch.context() as patch:
-        patch.setattr("converters.execute.require_room", lambda dst, *what: asked.append(needed_bytes(*what)))
+        patch.setattr(
+            "converters.conversion.execute.require_room", lambda dst, *what: asked.append(needed_bytes(*what))
+        )
         run(src, tmp_path / "whole")
     free = asked[0] - 60_000  # of the 170 kB of data, half is there
     monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=free))
@@ -347,7 +349,7 @@ def test_another_order_of_rows_is_another_plan(tmp_path, monkeypatch):
         (tmp_path / name / "config.json").write_text(json.dumps(config | heads | {"head_dim": model.head_dim * factor}))
     (tmp_path / "hf" / "config.json").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("converters.execute.write_manifest", _full_disk)
+        patch.setattr("converters.conversion.execute.write_manifest", _full_disk)
         with pytest.raises(CheckpointError, match="no space"):
             convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=tmp_path / "message", resume=True)
     assert left_of(tmp_path)

@@ -7,8 +7,8 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from torchao.optim.subclass_fp8 import OptimStateFp8
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from converters.common.errors import UnsupportedError
 from converters.convert import convert
-from converters.errors import UnsupportedError
 from converters.inspect import inspect_checkpoint
 from converters.reshard import reshard
 from converters.verify import verify

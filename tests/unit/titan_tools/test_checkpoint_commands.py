@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from converters.diff import Difference, DiffReport
 from tests.tiny_llama import write_llama
 from titan_tools import cli
-from titan_tools.diff_page import print_differences
+from titan_tools.pages.diff import print_differences
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +358,8 @@ def test_layers_that_are_not_there_are_reported_before_they_are_counted_out(tita
 
 
 def test_sizes():
-    from converters.errors import ConfigError
-    from converters.sizes import parse_bytes
+    from converters.common.errors import ConfigError
+    from converters.common.sizes import parse_bytes
 
     assert [parse_bytes(text, option="--shard-size") for text in ("5GB", "1.5 MiB", "700", "2kb")] == [
         5 * 10**9,

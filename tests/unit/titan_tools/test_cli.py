@@ -16,7 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from converters import hub_names
+from converters.store import hub_names
 from titan_tools import cli
 from titan_tools.cli import app
 from titan_tools.launch import RankFailure

@@ -119,7 +119,7 @@ def test_workers_are_the_threads_that_copy(titan, tmp_path, monkeypatch):
             threads.append(workers)
             super().__init__(workers)
 
-    monkeypatch.setattr("converters.threads.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("converters.common.threads.ThreadPoolExecutor", Pool)
     for command in (
         ("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--workers", 3),
         ("convert", "dcp-to-torch", tmp_path / "dcp", tmp_path / "model.pt", "--workers", 4),
@@ -185,7 +185,7 @@ def test_a_dry_run_prints_the_needs(titan, tmp_path):
 
 def test_resume_and_no_digest(titan, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("converters.execute.write_manifest", _full_disk)
+        patch.setattr("converters.conversion.execute.write_manifest", _full_disk)
         code, _, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--resume")
         assert code == 2 and "--resume" in err and not (tmp_path / "dcp").exists()
     code, out, _ = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--resume")

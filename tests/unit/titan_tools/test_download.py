@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 from huggingface_hub import constants, snapshot_download
 
-from converters.errors import CheckpointError
-from converters.open import open_checkpoint
+from converters.common.errors import CheckpointError
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.unit.titan_tools.fake_hub import SHA, Hub
 from titan_tools import api

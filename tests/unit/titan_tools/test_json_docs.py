@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from converters.verify_report import Changes, VerifyReport
+from converters.integrity.verify_report import Changes, VerifyReport
 from tests.recording.commands import command_lines
 from tests.recording.record import recorded_file
 from tests.recording.running import json_keys

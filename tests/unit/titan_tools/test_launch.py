@@ -18,7 +18,7 @@ from titan_tools.launch import RankFailure, _raise_first_failure, count_gpus, ru
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
 import sys
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from titan_tools.launch import run_ranks
 try:
     saves = len(sys.argv) < 3
@@ -34,7 +34,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from converters.errors import CheckpointError, NumericalFault
+from converters.common.errors import CheckpointError, NumericalFault
 from titan_tools.launch import inside_launch, rank_errors
 RANK, FOLDER = int(os.environ["RANK"]), Path(__file__).parent
 with rank_errors(less_memory=["fewer tokens"]):

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.common.errors import ConfigError, UnsupportedError
 from converters.families.registry import all_families, get_family
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS, get_format
-from converters.quantization import SPELLINGS
+from converters.quantized.quantization import SPELLINGS
 from titan_tools.commands.models import models
 from titan_tools.model_list import list_models
 from trainer.models.registry import get_trainer_family

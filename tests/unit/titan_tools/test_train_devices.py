@@ -5,11 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from tests.dist.runs import make_data
 from titan_tools import launch
 from titan_tools.cli import app
-from trainer import machine
+from trainer.ranks import machine
 
 LARGE = ["train", "llama3_8b", "--checkpoint.no_enable", "--training.seq_len", "256"]  # no disk, little text
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.build
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.base import Parameter, Role
 from converters.families.registry import get_family
 from trainer.config.sections import (
@@ -24,9 +24,9 @@ from trainer.config.sections import (
     Training,
 )
 from trainer.data.training_data import train_loader
-from trainer.job import resolve, resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import resolve, resolve_job
 from trainer.parallel.activation_checkpoint import set_memory_budget
+from trainer.ranks.mesh import make_meshes
 
 TP2 = Parallelism(tensor_parallel_degree=2)
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, ConfigError
 from converters.diff import diff
-from converters.errors import CheckpointError, ConfigError
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.layout import local_box
-from converters.manifest import check_files, read_manifest
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, read_model_info
-from converters.open import open_checkpoint
-from converters.weights import open_native
+from converters.layout.layout import local_box
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, read_model_info
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
+from converters.store.manifest import check_files, read_manifest
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.models.initial_weights import InitialWeights
 from trainer.seed import job_of_seed, seed
 

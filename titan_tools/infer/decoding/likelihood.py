@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from converters.sizes import MIB
+from converters.common.sizes import MIB
 from titan_tools.infer.decoding.engine import LEAST_SHARED, Engine, RowTokens, num_common
 
 LOGITS_BYTES = 64 * MIB  # of fp32 logits at a time; what is computed from them takes as much again

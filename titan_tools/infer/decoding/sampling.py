@@ -12,7 +12,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from converters.errors import CheckpointError, ConfigError
+from converters.common.errors import CheckpointError, ConfigError
 
 _FEW = 1024  # likeliest tokens, which mostly hold top-p's share
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from trainer.parallel.compile import why_inductor_cannot
 
 _NUM_SHAPES = 64  # for which one layer or product may be compiled; torch's own limit, 8, is meant to catch mistakes

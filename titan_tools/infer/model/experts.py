@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.box import Box
+from converters.common.box import Box
 from converters.families.base import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.quantize import QuantizedWeight

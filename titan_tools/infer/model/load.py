@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from converters.box import Box, TensorSource
-from converters.errors import UnsupportedError
+from converters.common.box import Box, TensorSource
+from converters.common.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, Parameter, Role
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
-from converters.stored_blocks import BlocksSource
+from converters.model.model_info import ModelInfo
+from converters.quantized.stored_blocks import BlocksSource
 from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts, StoredExperts
 from titan_tools.infer.model.fp8_blocks import choose_products
 from titan_tools.infer.model.latent_attention import LatentAttention

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.box import Box
-from converters.mxfp4 import BLOCK, CODE_BYTES, decode
-from converters.stored_blocks import CODES_OF, SCALES_OF
+from converters.common.box import Box
+from converters.quantized.stored_blocks import CODES_OF, SCALES_OF
+from converters.views.mxfp4 import BLOCK, CODE_BYTES, decode
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from titan_tools.infer.model.reading import Joined

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.stored_blocks import MXFP4
+from converters.quantized.stored_blocks import MXFP4
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.fp8_blocks import has_block_products
 from titan_tools.infer.model.fp8_blocks import has_products as has_fp8_products
@@ -94,7 +94,7 @@ def quantize_weight(weight_NK: Tensor, how: str) -> QuantizedWeight:
 def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int, stored: str | None = None) -> str | None:
     """A note for the user where quantized weights save memory but cost time; None elsewhere.
 
-    `stored`: the format of those that STORED keeps (converters/stored_blocks.py).
+    `stored`: the format of those that STORED keeps (converters/quantized/stored_blocks.py).
     `rows`: sequences that decode together.
     """
     if how == STORED:

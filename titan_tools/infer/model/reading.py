@@ -14,10 +14,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from converters.box import Box, TensorSource, row_blocks
-from converters.dtypes import itemsize
-from converters.sizes import MIB
-from converters.threads import deferred_signals
+from converters.common.box import Box, TensorSource, row_blocks
+from converters.common.dtypes import itemsize
+from converters.common.sizes import MIB
+from converters.common.threads import deferred_signals
 from trainer.checkpoints.arrays import as_tensor
 
 _BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it is in a core's cache

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titan_tools.infer.model.tensor_parallel import ProcessGroupCollectives, use_collectives
 from titan_tools.infer.ranks import open_pidfds
-from trainer.rendezvous import LostRank
+from trainer.ranks.rendezvous import LostRank
 
 SLOT_BYTES = 1 << 20  # of one rank's tensor; larger ones use the process group
 _LINE_BYTES = 64  # each rank's counter has a cache line of its own

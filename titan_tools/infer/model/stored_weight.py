@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from converters.box import Box
-from converters.stored_blocks import MXFP4, BlocksSource
+from converters.common.box import Box
+from converters.quantized.stored_blocks import MXFP4, BlocksSource
 from titan_tools.infer.model.fp8_blocks import Fp8Slice, Reads, fp8_reads, fp8_slice
 from titan_tools.infer.model.linear import LinearWeight
 from titan_tools.infer.model.mxfp4_blocks import Mxfp4Slice, mxfp4_reads, mxfp4_slice

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.box import Box
-from converters.errors import ConfigError
+from converters.common.box import Box
+from converters.common.errors import ConfigError
 from converters.families.base import ModelArgs, Parameter, Role
-from converters.layout import chunk_bounds
+from converters.layout.layout import chunk_bounds
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _GATHERED_BYTES = 256 << 10  # of all ranks together; for more, all-reduce transfers less

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from converters.errors import ConfigError
-from titan_tools.console import count, note
+from converters.common.errors import ConfigError
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings, Timings, generate
 from titan_tools.infer.ranks import TPRanks
@@ -22,6 +21,7 @@ from titan_tools.infer.tasks.one_prompt import DEFAULT_NEW_TOKENS, make_conversa
 from titan_tools.infer.tasks.results import ExpectedResults, is_complete, note_on_stored, open_sink
 from titan_tools.infer.tasks.results_settings import results_settings
 from titan_tools.infer.text.prompts import Prompt
+from titan_tools.terminal.console import count, note
 
 _ROLES = ("system", "user", "assistant", "tool")
 

@@ -8,11 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from converters.errors import ConfigError, DataError, TitanError, in_words, list_offenders
-from converters.json_file import load_with_repeated_keys
-from titan_tools.console import count
+from converters.common.errors import ConfigError, DataError, TitanError, in_words, list_offenders
+from converters.store.json_file import load_with_repeated_keys
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.results import check_results_path
+from titan_tools.terminal.console import count
 
 # Escapes of JSON; a surrogate that is not part of a pair and NUL are in the group `bad`
 _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<bad>u[dD][89a-fA-F]..|u0000)|.)", re.DOTALL)

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from converters.errors import ConfigError, TitanError
+from converters.common.errors import ConfigError, TitanError
 from converters.tokenizers.tokenizer import Tokenizer
-from titan_tools.console import count, note, stream
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings, Timings, generate
 from titan_tools.infer.ranks import TPRanks
@@ -22,6 +21,7 @@ from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import Prompt
 from titan_tools.launch import inside_launch
+from titan_tools.terminal.console import count, note, stream
 
 DEFAULT_CONTEXT = 8192  # tokens, if the model has more: a cache for all of them may not fit
 MOST_ANSWER_TOKENS = 1024  # without --max-new-tokens

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from converters.errors import ConfigError
-from converters.names import HF_GENERATION_CONFIG
+from converters.common.errors import ConfigError
+from converters.common.names import HF_GENERATION_CONFIG
 from converters.tokenizers.special_text import is_only_special
 from converters.tokenizers.tokenizer import Tokenizer
-from titan_tools.console import count, note, print_json, stream
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, GenerationSettings, Timings, generate
 from titan_tools.infer.ranks import TPRanks
@@ -19,6 +18,7 @@ from titan_tools.infer.tasks.results import InOrder
 from titan_tools.infer.text.channels import answer_in_template
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, why_empty
+from titan_tools.terminal.console import count, note, print_json, stream
 
 DEFAULT_NEW_TOKENS = 128
 # A text with more than twice the context in tokens is rejected, or truncated, without tokenizing all of it

@@ -14,10 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Generic, TypeVar
 
-from converters.errors import ConfigError, list_offenders
-from converters.file_lock import is_open_file, lock_file
-from converters.replace_file import fsync, replacing
-from titan_tools.console import count, json_text, note, print_json, stream
+from converters.common.errors import ConfigError, list_offenders
+from converters.store.file_lock import is_open_file, lock_file
+from converters.store.replace_file import fsync, replacing
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.tasks.results_settings import (
@@ -27,6 +26,7 @@ from titan_tools.infer.tasks.results_settings import (
     require_same_settings,
     write_results_settings,
 )
+from titan_tools.terminal.console import count, json_text, note, print_json, stream
 
 ResultKey = tuple[str | int, int]  # a prompt's id, and the number of the sample
 T = TypeVar("T")

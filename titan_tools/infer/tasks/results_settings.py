@@ -11,10 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError, ConfigError, list_offenders
+from converters.common.errors import CheckpointError, ConfigError, list_offenders
 from converters.families.base import args_to_json
-from converters.json_file import read_json
-from converters.replace_file import replacing
+from converters.store.json_file import read_json
+from converters.store.replace_file import replacing
 from titan_tools.infer.task import Work
 
 _SUFFIX = ".settings.json"

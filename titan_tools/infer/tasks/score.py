@@ -15,8 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import tensor
 
-from converters.errors import CheckpointError, ConfigError
-from titan_tools.console import count, note, table
+from converters.common.errors import CheckpointError, ConfigError
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Timings
 from titan_tools.infer.decoding.likelihood import Likelihood, ScoredText
@@ -27,6 +26,7 @@ from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import BatchLine, read_lines
 from titan_tools.infer.tasks.results import ExpectedResults, ResultSink, is_complete, note_on_stored, open_sink
 from titan_tools.infer.tasks.results_settings import results_settings
+from titan_tools.terminal.console import count, note, table
 
 
 @dataclass(frozen=True, slots=True)

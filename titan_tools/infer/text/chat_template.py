@@ -9,10 +9,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from converters.assets import CHAT_TEMPLATES, find_assets
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
-from converters.json_file import read_json
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.store.json_file import read_json
+from converters.tokenizers.assets import CHAT_TEMPLATES, find_assets
 from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 from converters.tokenizers.tiktoken_model import (
     BEGIN,

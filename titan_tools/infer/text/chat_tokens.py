@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
-from converters.errors import ConfigError, TitanError
+from converters.common.errors import ConfigError, TitanError
 from converters.tokenizers.special_text import special_tokens_in
 from converters.tokenizers.tokenizer import Tokenizer
 from titan_tools.infer.text.channels import TURN_ENDS, uses_channels

@@ -4,9 +4,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.errors import ConfigError
-from titan_tools.console import note
+from converters.common.errors import ConfigError
 from titan_tools.launch import inside_launch
+from titan_tools.terminal.console import note
 
 FROM_BOS = "--from-bos, to begin with the begin-of-text token alone"
 

@@ -24,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from converters.errors import CheckpointError
-from converters.sizes import GIB
+from converters.common.errors import CheckpointError
+from converters.common.sizes import GIB
 
 MOST_SECS = 10  # a real template takes milliseconds
 _REPEAT_SECS = 1  # raise again, because Python ignores exceptions in __del__ and during garbage collection

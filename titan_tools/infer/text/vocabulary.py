@@ -6,11 +6,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from converters.assets import find_assets, read_token_ids
-from converters.errors import CheckpointError, DataError
-from converters.json_file import read_json
-from converters.model_info import ModelInfo
-from converters.names import HF_CONFIG, HF_GENERATION_CONFIG
+from converters.common.errors import CheckpointError, DataError
+from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG
+from converters.model.model_info import ModelInfo
+from converters.store.json_file import read_json
+from converters.tokenizers.assets import find_assets, read_token_ids
 from converters.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -8,7 +8,7 @@ proven right is captured in full.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from converters.collector import collector_paused
+from converters.common.collector import collector_paused
 from titan_tools.memory.expand.compose import compose
 from titan_tools.memory.expand.layers import Shallow, expand_layers, kinds_of_layers, repetitions, shallow_model
 from titan_tools.memory.expand.order import Order, of_one_microbatch, orders_of_ranks, run_short_order, shortest
@@ -18,7 +18,7 @@ from titan_tools.memory.expand.templates import read_templates
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import NO_LAYER, Trace, layer_of
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job import Job
+from trainer.job.job import Job
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from titan_tools.memory.formula.run_shape import FP32, RunShape
-from trainer.gpus import HOPPER, Gpu
+from trainer.ranks.gpus import HOPPER, Gpu
 
 
 @dataclass(frozen=True, slots=True)

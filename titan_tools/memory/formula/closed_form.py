@@ -29,7 +29,7 @@ from titan_tools.memory.formula.passes import (
 from titan_tools.memory.formula.rank import Instant, Rank, groups_of_stage
 from titan_tools.memory.formula.run_shape import FP32, RunShape
 from titan_tools.memory.schedules import Action, Kind, actions_of_rank
-from trainer.gpus import HOPPER, Gpu
+from trainer.ranks.gpus import HOPPER, Gpu
 
 _BATCH_ELEMENTS = 1 << 26  # trainer's optimizer with other moments makes fp32 copies of this many elements at once
 

@@ -28,7 +28,7 @@ from titan_tools.memory.formula.activations import (
     kept_whole_block,
 )
 from titan_tools.memory.formula.run_shape import RunShape
-from trainer.gpus import Gpu
+from trainer.ranks.gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True)

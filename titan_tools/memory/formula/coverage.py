@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from trainer.job import Job
+from trainer.job.job import Job
 from trainer.loss.registry import CHUNKED, PLAIN
 from trainer.parallel.compile import compiles
 from trainer.parallel.ddp import is_ddp

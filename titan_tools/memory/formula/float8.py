@@ -28,7 +28,7 @@ from titan_tools.memory.formula.activations import (
 )
 from titan_tools.memory.formula.compiled import Products, of_compiled_blocks
 from titan_tools.memory.formula.run_shape import FP32, RunShape
-from trainer.gpus import Gpu
+from trainer.ranks.gpus import Gpu
 
 CAST_BYTES = 2 * FP32 + 1  # per element, the most that an eager cast holds; one byte stays
 

@@ -6,16 +6,16 @@ How it changes is in passes.py and closed_form.py.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from converters.common.sizes import MIB
 from converters.families.base import Parameter
-from converters.layout import local_box
-from converters.sizes import MIB
-from converters.stages import module_of
+from converters.layout.layout import local_box
+from converters.layout.stages import module_of
 from titan_tools.memory.constants import CUBLAS_HANDLES, PARTS
 from titan_tools.memory.formula.activations import Activations, keeps_whole_block
 from titan_tools.memory.formula.float8 import gathered_bytes
 from titan_tools.memory.formula.loss import LossBytes
 from titan_tools.memory.formula.run_shape import FP32, RunShape
-from trainer.gpus import Gpu
+from trainer.ranks.gpus import Gpu
 
 Key = tuple[int, int]  # stage, microbatch
 

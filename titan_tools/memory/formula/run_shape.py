@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from converters.dtypes import itemsize
+from converters.common.dtypes import itemsize
 from converters.families.base import Family, ModelArgs, Role
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.schedules import allocates_on_receipt
 from trainer.config.sections import ActivationCheckpoint, Config
-from trainer.job import Job
+from trainer.job.job import Job
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
 from trainer.parallel.float8 import float8_filters, is_float8

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from converters.sizes import GIB
+from converters.common.sizes import GIB
 from titan_tools.memory.replay.replay import Peak, Replayed
 from titan_tools.memory.trace.events import StepPoint
 

@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._subclasses.fake_tensor import FakeTensor
 
-from converters.errors import UnsupportedError
-from converters.sizes import MIB
+from converters.common.errors import UnsupportedError
+from converters.common.sizes import MIB
 from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes
 from titan_tools.memory.trace.recorder import Recorder

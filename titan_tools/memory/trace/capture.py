@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from converters.collector import collector_paused
-from converters.errors import UnsupportedError
+from converters.common.collector import collector_paused
+from converters.common.errors import UnsupportedError
 from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.coverage import chain
 from titan_tools.memory.trace.events import StepPoint, Trace, layer_of
@@ -27,12 +27,12 @@ from titan_tools.memory.trace.tracking import track_modules, track_points
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.job import Job
-from trainer.mesh import make_meshes
+from trainer.job.job import Job
 from trainer.optim.clip import square_sums_on_gpu
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.document_mask import attention_kernel, needs_masks
-from trainer.process_group import fake_ranks
+from trainer.ranks.mesh import make_meshes
+from trainer.ranks.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 

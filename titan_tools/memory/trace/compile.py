@@ -31,7 +31,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from titan_tools.memory.trace.async_tensor import trace_async_tp
 from titan_tools.memory.trace.coverage import NotTraceable, chain
 from titan_tools.memory.trace.inductor_code import FILE_NAME, describe_gpu, run_without_kernels

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from converters.errors import UnsupportedError
-from converters.mesh_shape import MeshShape
+from converters.common.errors import UnsupportedError
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config
 
 TRACED_BACKENDS = ("inductor", "aot_eager", "eager")

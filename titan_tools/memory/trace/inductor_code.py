@@ -19,7 +19,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.select_algorithm import extern_kernels
 
-from converters.sizes import GIB, MIB
+from converters.common.sizes import GIB, MIB
 from titan_tools.memory.trace.async_tensor import fused_products
 
 FILE_NAME = "<Inductor's code>"  # in tracebacks

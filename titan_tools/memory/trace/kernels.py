@@ -24,13 +24,13 @@ import trainer.models.llama3.model
 import trainer.parallel.context
 import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
-from converters.sizes import MIB
+from converters.common.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
-from trainer.gpus import HOPPER, WORKSTATION_BLACKWELL, Gpu
-from trainer.mesh import local_part
 from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn, cudnn_may_give_nan
 from trainer.parallel.document_attention import PerDocumentAttention
+from trainer.ranks.gpus import HOPPER, WORKSTATION_BLACKWELL, Gpu
+from trainer.ranks.mesh import local_part
 
 aten: Any = torch.ops.aten
 

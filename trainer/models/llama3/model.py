@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, ModelArgs, dense_block
 from trainer.models.llama3.rope import RotaryAngles, rotate
 from trainer.models.moe import MoE

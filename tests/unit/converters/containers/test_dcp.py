@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, TensorProperties
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.containers.dcp_metadata import parse_metadata
 from converters.containers.dcp_write import plan_dcp
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.unit.converters.samples import infos, load_dcp, raw, read_all, save_dcp, state_dict, write
-from tests.unit.converters.test_cover import split
+from tests.unit.converters.views.test_cover import split
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

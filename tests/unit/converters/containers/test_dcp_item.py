@@ -7,10 +7,10 @@ from zlib import crc32
 import pytest
 import torch
 
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import blob_item, item_layout, item_shell, read_blob_item, read_item
 from converters.containers.tensor_pickle import dump_tensor, load_tensors
-from converters.dtypes import DTYPES
-from converters.errors import CheckpointError, UnsupportedError
 from tests.unit.converters.samples import raw
 
 SHAPES = [(), (0,), (3, 0), (1,), (2, 3), (5, 1, 2)]

@@ -2,11 +2,11 @@
 
 import tracemalloc
 
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
+from converters.common.names import DCP_METADATA
 from converters.containers import dcp_write
 from converters.containers.dcp_item import blob_item
 from converters.containers.dcp_write import BLOB_FILE, plan_dcp
-from converters.names import DCP_METADATA
 
 
 def test_what_surrounds_many_chunks_is_written_file_by_file(tmp_path):

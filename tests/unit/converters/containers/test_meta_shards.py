@@ -14,19 +14,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import converters.engine.copy as copying
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.containers import meta_shards
 from converters.convert import convert
 from converters.diff import diff
-from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
-from converters.manifest import read_manifest
-from converters.mesh_shape import MeshShape
-from converters.open import open_checkpoint
+from converters.layout.mesh_shape import MeshShape
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from converters.verify import verify
-from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_meta
 from tests.unit.converters import evil
 from tests.unit.converters.samples import load_dcp

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from converters.common.errors import CheckpointError, TitanError
 from converters.containers.dcp_item import read_blob_item
 from converters.containers.dcp_metadata import parse_metadata
 from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, safe_load
 from converters.containers.tensor_pickle import load_tensors
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, TitanError
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.unit.converters.evil import opened_by, pickles, torch_zip
 from tests.unit.converters.samples import save_dcp
 

@@ -8,11 +8,11 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.containers.safetensors_write import plan_safetensors
-from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, TitanError, UnsupportedError
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.unit.converters.samples import infos, raw, read_all, state_dict, write
 
 

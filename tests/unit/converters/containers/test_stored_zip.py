@@ -9,8 +9,8 @@ from zlib import crc32
 import pytest
 import torch
 
+from converters.common.errors import CheckpointError
 from converters.containers.stored_zip import read_zip, zip_shell
-from converters.errors import CheckpointError
 
 
 def parse(data: bytes):

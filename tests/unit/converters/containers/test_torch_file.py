@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
 from tests.unit.converters.samples import raw, read_all, state_dict
 
 

@@ -6,13 +6,13 @@ from zlib import crc32
 import pytest
 import torch
 
-from converters.box import TensorInfo
+from converters.common.box import TensorInfo
+from converters.common.crc import join_crc32
+from converters.common.errors import CheckpointError
 from converters.containers.torch_write import plan_torch
-from converters.crc import join_crc32
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
-from converters.manifest import check_files, sum_file
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
+from converters.store.manifest import check_files, sum_file
 from tests.unit.converters.samples import infos, raw, read_all, state_dict, write
 
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import converters.engine.copy as copying
-from converters.box import Box, TensorInfo
+from converters.common.box import Box, TensorInfo
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
-from converters.engine.casts import cast, count_non_finite
 from converters.engine.copy import MOST_BYTES, copy_tensors, whole_row_units
-from converters.engine.digest import TensorDigest
-from converters.errors import CheckpointError, UnsupportedError
-from converters.expressions import HeadRows, Source
-from converters.manifest import check_files
-from converters.open import open_checkpoint
-from converters.view import Ledger, View
+from converters.source.open import open_checkpoint
+from converters.store.digest import TensorDigest
+from converters.store.manifest import check_files
+from converters.views.casts import cast, count_non_finite
+from converters.views.expressions import HeadRows, Source
+from converters.views.view import Ledger, View
 from tests.unit.converters.samples import raw, read_all, write
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import converters.engine.read as read
-from converters.box import Box
-from converters.catalog import Catalog, Chunk, TensorEntry
+from converters.common.box import Box
+from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
-from tests.unit.converters.test_cover import split
+from converters.views.catalog import Catalog, Chunk, TensorEntry
+from tests.unit.converters.views.test_cover import split
 
 
 def lay_out(folder: Path, array: np.ndarray, boxes: list[Box], generator: random.Random) -> Catalog:

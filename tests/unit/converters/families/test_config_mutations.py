@@ -26,7 +26,7 @@ from transformers import (
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from converters.errors import TitanError
+from converters.common.errors import TitanError
 from converters.families.hf_config import (
     DEEPSEEK_V2_FIELDS,
     DEEPSEEK_V3_FIELDS,
@@ -35,7 +35,7 @@ from converters.families.hf_config import (
     QWEN3_FIELDS,
     QWEN3_MOE_FIELDS,
 )
-from converters.weights import open_native
+from converters.source.weights import open_native
 from tests import tiny_gpt_oss
 from tests.tiny_deepseek import native_logits
 from titan_tools.infer.model.load import load_model

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from converters.box import TensorInfo
+from converters.common.box import TensorInfo
+from converters.common.errors import CheckpointError
 from converters.convert import convert
-from converters.errors import CheckpointError
 from converters.families.registry import get_family
-from converters.foreign_view import foreign_view
 from converters.formats.base import OutputOptions
-from converters.model_info import ModelInfo, read_model_info
-from converters.weights import open_native
+from converters.model.model_info import ModelInfo, read_model_info
+from converters.naming.foreign_view import foreign_view
+from converters.source.weights import open_native
 from tests.tiny_deepseek import NUMBERS, native_arrays, native_logits, write_deepseek
 
 FAMILY = get_family("deepseek_v3")

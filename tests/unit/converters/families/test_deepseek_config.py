@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from transformers import DeepseekV2Config, DeepseekV3Config
 
-from converters.errors import CheckpointError, UnsupportedError
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.families.base import YarnRope
+from converters.families.model_numbers import check_args, check_blocks
 from converters.families.registry import get_family, read_hf_config
-from converters.hf_fields import read_untranslated
-from converters.model_info import ModelInfo, read_model_info, write_model_info
-from converters.model_numbers import check_args, check_blocks
+from converters.model.hf_fields import read_untranslated
+from converters.model.model_info import ModelInfo, read_model_info, write_model_info
 
 FAMILY = get_family("deepseek_v3")
 COMMON = {

@@ -8,21 +8,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, UnsupportedError
 from converters.families import qwen3
 from converters.families.llama import HF, LLAMA_NAMINGS
 from converters.families.llama2 import FLAVORS as LLAMA2_FLAVORS
 from converters.families.registry import all_families, get_family
-from converters.foreign_view import foreign_view
+from converters.families.rules import RopeHalves
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, meta_params, read_model_info
-from converters.namings import detect_naming
-from converters.native_view import native_view
-from converters.rules import RopeHalves
-from converters.weights import open_native
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, meta_params, read_model_info
+from converters.naming.foreign_view import foreign_view
+from converters.naming.namings import detect_naming
+from converters.naming.native_view import native_view
+from converters.source.weights import open_native
 from tests.tiny_families import TINY, family_of, native_logits, write_tiny
 from tests.unit.converters.samples import infos, load_dcp
 

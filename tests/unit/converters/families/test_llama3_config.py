@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 import pytest
 from transformers import LlamaConfig
 
-from converters.errors import CheckpointError, UnsupportedError
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.families.base import ModelArgs, RopeScaling
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.model_info import read_model_info
+from converters.model.model_info import read_model_info
 
 ODD = ModelArgs(
     dim=96,

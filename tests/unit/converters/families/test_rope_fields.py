@@ -6,7 +6,7 @@ import pytest
 
 from converters.families.base import LinearRope
 from converters.families.registry import get_family, read_hf_config
-from converters.model_info import read_model_info
+from converters.model.model_info import read_model_info
 from tests.unit.converters.families.test_deepseek_config import PUBLISHED as DEEPSEEK
 
 LLAMA = {

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, UnsupportedError
 from converters.formats.base import OutputOptions
-from converters.manifest import read_manifest
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from converters.verify import verify
-from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_meta
 
 

@@ -14,15 +14,15 @@ from torchtune import config
 from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.formats.base import OutputOptions
 from converters.formats.torchtune import default_device
-from converters.manifest import read_manifest
-from converters.open import open_checkpoint
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
+from converters.store.manifest import read_manifest
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.verify import verify
-from converters.weights import open_native
 from tests.checkpoint_forms import write_byte_ranks
 from tests.tiny_llama import write_llama, write_tokenizer
 from tests.unit.converters.samples import save_dcp

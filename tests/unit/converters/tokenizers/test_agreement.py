@@ -11,8 +11,8 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from converters.assets import find_assets, tokenizer_remark
 from converters.tokenizers.agreement import compare_tokenizers, disagreement
+from converters.tokenizers.assets import find_assets, tokenizer_remark
 from converters.tokenizers.sentencepiece_model import read_sentencepiece, write_tokenizer_of_sentencepiece
 from converters.tokenizers.tiktoken_model import special_tokens_after, write_hf_tokenizer
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_llama import BOS, EOS, write_tokenizer

@@ -10,11 +10,11 @@ import tiktoken_ext.openai_public
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from converters.assets import find_assets, read_token_ids
-from converters.assets import write_tokenizer_for_hf as write_for_hf
-from converters.assets import write_tokenizer_for_meta as write_for_meta
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.tokenizers import tiktoken_model
+from converters.tokenizers.assets import find_assets, read_token_ids
+from converters.tokenizers.assets import write_tokenizer_for_hf as write_for_hf
+from converters.tokenizers.assets import write_tokenizer_for_meta as write_for_meta
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import LLAMA4_PATTERN, special_tokens_after
 from converters.tokenizers.tokenizer import load_tokenizer

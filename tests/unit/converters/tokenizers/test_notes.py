@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from converters.assets import find_assets, read_token_ids
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
+from converters.tokenizers.assets import find_assets, read_token_ids
 from converters.tokenizers.notes import tokenizer_notes
 from converters.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_llama import write_tokenizer as write_llama3_tokenizer

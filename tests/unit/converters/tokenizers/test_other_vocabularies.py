@@ -8,8 +8,8 @@ import tiktoken
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
-from converters.assets import find_assets, read_token_ids, tokenizer_remark, write_tokenizer_for_hf
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
+from converters.tokenizers.assets import find_assets, read_token_ids, tokenizer_remark, write_tokenizer_for_hf
 from converters.tokenizers.classes import class_name
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA4_PATTERN

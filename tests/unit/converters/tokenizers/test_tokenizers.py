@@ -15,11 +15,11 @@ from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
-from converters.assets import find_assets, read_token_ids, tokenizer_remark, write_assets
-from converters.assets import write_tokenizer_for_hf as write_for_hf
-from converters.assets import write_tokenizer_for_meta as write_for_meta
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, UnsupportedError
+from converters.tokenizers.assets import find_assets, read_token_ids, tokenizer_remark, write_assets
+from converters.tokenizers.assets import write_tokenizer_for_hf as write_for_hf
+from converters.tokenizers.assets import write_tokenizer_for_meta as write_for_meta
 from converters.tokenizers.sentencepiece_model import read_sentencepiece
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after

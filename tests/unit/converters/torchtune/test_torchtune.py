@@ -12,7 +12,7 @@ from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointe
 
 from converters.convert import convert
 from converters.formats.base import OutputOptions
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
 

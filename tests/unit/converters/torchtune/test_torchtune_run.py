@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.convert import convert
 from converters.formats.base import OutputOptions
-from converters.manifest import read_manifest
+from converters.store.manifest import read_manifest
 from tests.unit.converters.torchtune.torchtune_folders import STYLES, make_case
 
 TUNE = Path(sys.executable).with_name("tune")

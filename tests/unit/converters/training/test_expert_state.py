@@ -7,15 +7,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, ConfigError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, ConfigError
 from converters.families.qwen3 import FLAVORS, QWEN3
-from converters.layout import local_box
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
-from converters.open import open_checkpoint
+from converters.layout.layout import local_box
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
 from converters.verify import verify
 
 ARGS = replace(

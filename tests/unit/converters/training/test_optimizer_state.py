@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
-from converters.layout import local_box
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo, write_model_info
-from converters.open import open_checkpoint
+from converters.layout.layout import local_box
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import reshard
+from converters.source.open import open_checkpoint
 from converters.training.sections import describe_loader_state
 from converters.verify import verify
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.errors import CheckpointError, ConfigError, UnsupportedError
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from tests.json_lines import read_lines
 from titan_tools.infer.decoding.sampling import Sampling, token_weights
 from titan_tools.infer.generation_config import (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from converters.errors import CheckpointError, ConfigError
+from converters.common.errors import CheckpointError, ConfigError
 from tests.chat_templates import CHATML
 from tests.tiny_llama import write_llama
 from titan_tools.infer.generator import load_for_inference

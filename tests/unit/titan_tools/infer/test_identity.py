@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from converters.box import Box
-from converters.view import View
-from converters.weights import open_native
+from converters.common.box import Box
+from converters.source.weights import open_native
+from converters.views.view import View
 from titan_tools.infer.identity import origin_of
 
 

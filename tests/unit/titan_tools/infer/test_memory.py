@@ -12,8 +12,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from converters.errors import ConfigError
-from converters.weights import open_native
+from converters.common.errors import ConfigError
+from converters.source.weights import open_native
 from tests.chat_templates import CHATML
 from tests.tiny_experts import write_experts
 from tests.tiny_families import write_tiny
@@ -29,7 +29,7 @@ from titan_tools.infer.memory import GIB, rows_that_fit
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
-from trainer import machine
+from trainer.ranks import machine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOM = 64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from titan_tools.infer import loading, ranks
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.ranks import check_devices, own_device

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.tiny_infer import CPU, NO_TEXT, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.console import print_json
 from titan_tools.infer import report
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, GenerationSettings, Timings, generate
@@ -25,6 +24,7 @@ from titan_tools.infer.report import describe, peak_gb_per_sec, result_of, stats
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 from titan_tools.infer.text.prompts import Prompt
+from titan_tools.terminal.console import print_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEYS_AND_VALUES = 2 * 2 * 2 * 8 * 4  # bytes of a token: two layers, keys and values, two heads of 8 floats

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
+from converters.common.sizes import GIB
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
-from converters.sizes import GIB
 from titan_tools.memory import estimate as estimate_module
 from titan_tools.memory import report
 from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
@@ -32,10 +32,10 @@ from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
 from titan_tools.memory.verdict import Verdict, assumptions_of
 from trainer.config.load import load_config
-from trainer.gpus import GPUS, Gpu
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.loss import registry as loss_registry
 from trainer.models import registry as models
+from trainer.ranks.gpus import GPUS, Gpu
 
 
 def in_a_process(*words: str) -> subprocess.CompletedProcess:

@@ -7,8 +7,8 @@ from titan_tools.memory.estimate import estimate
 from titan_tools.memory.formula.closed_form import activations
 from titan_tools.memory.formula.run_shape import run_shape
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

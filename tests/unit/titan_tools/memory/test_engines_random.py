@@ -14,8 +14,8 @@ from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 

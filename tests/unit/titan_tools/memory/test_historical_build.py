@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.common.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import Experts, ModelArgs
 from converters.families.registry import get_family
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
 from tests.published_memory.historical_build import historical_build
@@ -35,7 +35,7 @@ from titan_tools.memory.expand.layers import expand_layers, shallow_model
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
-from trainer.job import Job
+from trainer.job.job import Job
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.models.llama3 import model as llama
 from trainer.models.llama3.rope import RotaryAngles, rotate

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.registry import get_family
 from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.estimate import estimate
@@ -13,8 +13,8 @@ from titan_tools.memory.report import as_json, show
 from titan_tools.memory.trace.kernels import return_bytes, send_bytes, sort_bytes
 from titan_tools.memory.verdict import FITS, nvidia_smi_gib
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import Job, resolve_job
+from trainer.job.job import Job, resolve_job
+from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from converters.sizes import GIB
+from converters.common.sizes import GIB
 from tests.published_memory.history import build_of
 from tests.published_memory.measure import estimate
 from tests.published_memory.rows import read_rows
@@ -16,8 +16,8 @@ from tests.published_memory.table import MOST_WORST, document, score
 from titan_tools.memory.estimate import estimate as whole_estimate
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

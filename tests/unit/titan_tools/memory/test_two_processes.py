@@ -8,13 +8,13 @@ from multiprocessing import active_children
 
 import pytest
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from titan_tools.memory import two_processes
 from titan_tools.memory.estimate import _two_shares, estimate
 from titan_tools.memory.two_processes import run_in_child
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

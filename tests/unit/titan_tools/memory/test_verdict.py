@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from converters.sizes import GIB
+from converters.common.sizes import GIB
 from tests.memory_traces import TraceMaker
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, judge, nvidia_smi_gib
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 
 def test_what_the_driver_shows_by_hand():

@@ -13,17 +13,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
-from converters.manifest import check_files, read_manifest
-from converters.model_info import ModelInfo, read_model_info
-from converters.open import open_checkpoint
-from trainer.agree import on_each, on_first
+from converters.model.model_info import ModelInfo, read_model_info
+from converters.source.open import open_checkpoint
+from converters.store.manifest import check_files, read_manifest
 from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader
 from trainer.checkpoints.write import write_step
+from trainer.ranks.agree import on_each, on_first
 
 INFO = ModelInfo("llama3", FLAVORS["debug_gqa"])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from converters.model_info import ModelInfo
+from converters.model.model_info import ModelInfo
 from trainer.checkpoints import problems as module
 from trainer.checkpoints.problems import (
     checkpoint_machine_problems,

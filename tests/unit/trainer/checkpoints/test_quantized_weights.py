@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
-from converters.errors import CheckpointError
-from converters.stored_blocks import BlocksSource
-from converters.weights import open_native
+from converters.quantized.stored_blocks import BlocksSource
+from converters.source.weights import open_native
 from tests import fp8_folders, tiny_gpt_oss
 from tests.tiny_families import write_tiny
 from tests.tiny_infer import CPU

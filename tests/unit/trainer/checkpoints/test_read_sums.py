@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.box import Box
-from converters.catalog import Catalog, Chunk, TensorEntry
+from converters.common.box import Box
+from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
-from converters.manifest import read_manifest
-from converters.model_info import ModelInfo
-from converters.open import open_checkpoint
+from converters.model.model_info import ModelInfo
+from converters.source.open import open_checkpoint
+from converters.store.manifest import read_manifest
+from converters.views.catalog import Catalog, Chunk, TensorEntry
 from trainer.checkpoints import read_sums, write
 from trainer.checkpoints.read_sums import ReadSums, _cover, _File, _join
 from trainer.checkpoints.write import write_step

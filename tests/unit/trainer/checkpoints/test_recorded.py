@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 from trainer.checkpoints.recorded import first_recorded, read_recorded
 
 GROUP = {"decoupled_weight_decay": True, "initial_lr": 2e-3, "lr": 1e-5, "eps": 1e-6, "weight_decay": 0.2}

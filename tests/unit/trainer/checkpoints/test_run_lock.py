@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from converters.errors import CheckpointError
-from converters.names import RUN_LOCK
+from converters.common.errors import CheckpointError
+from converters.common.names import RUN_LOCK
 from trainer.checkpoints.run_lock import only_run
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
-from converters.manifest import check_files
-from converters.model_info import ModelInfo
+from converters.model.model_info import ModelInfo
+from converters.store.manifest import check_files
 from trainer.checkpoints import staging as checkpoint_staging
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.staging import HostMemory, SharedMemory, SnapshotPlanner, take_snapshot

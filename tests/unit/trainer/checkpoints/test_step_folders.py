@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from converters.errors import CheckpointError
-from converters.manifest import write_manifest
-from converters.names import RUN_LOCK
+from converters.common.errors import CheckpointError
+from converters.common.names import RUN_LOCK
+from converters.store.manifest import write_manifest
 from trainer.checkpoints.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
 
 

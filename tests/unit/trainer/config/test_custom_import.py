@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from converters.errors import ConfigError
-from converters.extensions import ExtensionError
+from converters.common.errors import ConfigError
+from converters.common.extensions import ExtensionError
 from trainer.config import custom_import
 from trainer.config.custom_import import error_of_import, import_custom, where_to_look
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from trainer.config.load import load_config
 from trainer.config.preset import describe_presets, preset_names
 from trainer.config.refused import REFUSED
 from trainer.config.show import unread
 from trainer.config.toml_file import read_toml
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 
 CONFIGS = Path(__file__).parent / "configs"
 FLUX = "it belongs to Flux"

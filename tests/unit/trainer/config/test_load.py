@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.errors import ConfigError, TitanError
-from converters.extensions import ExtensionError
-from converters.names import SECTIONS
+from converters.common.errors import ConfigError, TitanError
+from converters.common.extensions import ExtensionError
+from converters.common.names import SECTIONS
 from trainer.config.load import load_config, origins
 from trainer.config.preset import preset_names, write_template
 from trainer.config.refused import REFUSED, REFUSED_VALUES
@@ -319,7 +319,7 @@ def test_custom_import_that_fails_is_reported(tmp_path, name, kind):
 def test_a_typo_is_reported_in_a_blink_and_without_torch(tmp_path):
     path = write(tmp_path, "[training]\nstepz = 1")
     code = (
-        "import sys\nfrom trainer.config.load import load_config\nfrom converters.errors import ConfigError\n"
+        "import sys\nfrom trainer.config.load import load_config\nfrom converters.common.errors import ConfigError\n"
         f"try: load_config({str(path)!r})\n"
         "except ConfigError: print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )

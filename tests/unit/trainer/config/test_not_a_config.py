@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo, write_hf_config, write_model_info
+from converters.model.model_info import ModelInfo, write_hf_config, write_model_info
 from trainer.config.load import load_config
 from trainer.config.preset import preset_models
 from trainer.config.upgrade import upgrade

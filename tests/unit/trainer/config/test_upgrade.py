@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from converters.errors import ConfigError, TitanError
+from converters.common.errors import ConfigError, TitanError
 from trainer.config.load import load_config, origins
 from trainer.config.preset import find_preset, preset_names
 from trainer.config.refused import REFUSED

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from trainer.config.sections import Config, Training
 from trainer.data.datasets import check_dataset, register_dataset
 from trainer.data.document_ends import with_end_token

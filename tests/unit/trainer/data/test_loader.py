@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters.errors import ConfigError, DataError, UnsupportedError
+from converters.common.errors import ConfigError, DataError, UnsupportedError
 from trainer.data import datasets
 from trainer.data.datasets import check_dataset, open_dataset, register_dataset
 from trainer.data.loader import TokenLoader

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.errors import ConfigError, DataError
-from converters.mesh_shape import MeshShape
+from converters.common.errors import ConfigError, DataError
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Dataloader, Training, Validation
 from trainer.data.datasets import open_mixture

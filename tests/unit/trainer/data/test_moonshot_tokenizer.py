@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.convert import OutputOptions, convert
-from converters.errors import CheckpointError, UnsupportedError
 from converters.tokenizers import moonshot
 from converters.tokenizers.tiktoken_from_json import write_ranks
 from converters.tokenizers.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from converters.errors import DataError, TitanError, UnsupportedError
+from converters.common.errors import DataError, TitanError, UnsupportedError
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data import prepare as prepare_module
 from trainer.data.index import open_index

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from converters.errors import DataError, UnsupportedError
+from converters.common.errors import DataError, UnsupportedError
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
 from trainer.data.sources import JSON_LINES, Skipped, find_files, read_documents

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.prepare import prepare
 from trainer.data.stream_loader import StreamLoader
@@ -53,7 +53,7 @@ def few_files(tmp_path_factory):
 
 
 def on_ranks(degree, case):
-    """`case(rank, on_each)` in a thread per rank; what each returned. `on_each` is that of trainer/agree.py."""
+    """`case(rank, on_each)` in a thread per rank; what each returned. `on_each` is that of trainer/ranks/agree.py."""
     slots, barrier = [None] * degree, Barrier(degree, timeout=60)
 
     def on_each_of(rank):

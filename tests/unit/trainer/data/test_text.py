@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from converters.tokenizers.tokenizer import load_tokenizer
 from tests.torchtitan_release import write_first_run
 from tests.unit.trainer.data.test_streams import write_c4

@@ -11,10 +11,10 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from converters.assets import find_assets
-from converters.errors import DataError, TitanError
+from converters.common.errors import DataError, TitanError
 from converters.families.llama3 import FLAVORS
-from converters.model_info import ModelInfo
+from converters.model.model_info import ModelInfo
+from converters.tokenizers.assets import find_assets
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.checkpoints.load import other_tokenizer

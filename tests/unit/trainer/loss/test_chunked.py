@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families.base import ModelArgs
 from trainer.config.sections import Compile, Training
 from trainer.data.batch import IGNORED

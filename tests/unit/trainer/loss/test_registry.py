@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.llama3 import FLAVORS
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Parallelism, Training
-from trainer.job import layout_problems, resolve_job
+from trainer.job.job import layout_problems, resolve_job
 from trainer.loss import registry as loss_registry
 from trainer.loss.registry import num_loss_chunks, register_loss
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from converters.families.base import YarnRope
 from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters
-from converters.weights import open_native
+from converters.source.weights import open_native
 from tests.deepseek_reference import by_our_names, published_routes, their_model
 from tests.tiny_deepseek import NUMBERS, native_logits, write_deepseek
 from trainer.models.deepseek_v3.model import build_model, softmax_scale

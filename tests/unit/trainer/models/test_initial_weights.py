@@ -9,17 +9,17 @@ from time import sleep
 import numpy as np
 import pytest
 
-from converters.box import Box
+from converters.common.box import Box
 from converters.engine import copy
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
-from converters.layout import local_box
-from converters.mesh_shape import MeshShape
-from converters.model_info import ModelInfo
+from converters.layout.layout import local_box
+from converters.layout.mesh_shape import MeshShape
+from converters.model.model_info import ModelInfo
 from trainer.config.sections import Config, Model, Training
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.models import initial_weights
 from trainer.models.initial_weights import InitialWeights, initial_blocks, initial_values
 from trainer.models.initialization import Constant, Normal, initial_distribution
@@ -175,8 +175,8 @@ def test_values_do_not_move_between_versions():
 def test_a_source_of_every_parameter_without_torch():
     code = (
         "import sys; from trainer.models.initial_weights import InitialWeights;"
-        "from converters.model_info import ModelInfo;"
-        "from converters.catalog import Box; from converters.families.llama3 import FLAVORS;"
+        "from converters.model.model_info import ModelInfo;"
+        "from converters.views.catalog import Box; from converters.families.llama3 import FLAVORS;"
         "w = InitialWeights(ModelInfo('llama3', FLAVORS['debug_tied']), seed=0);"
         "[w.read(f, Box.whole(t.shape)) for f, t in w.tensors.items()];"
         "assert 'output.weight' not in w.tensors and len(w.tensors) == 38;"

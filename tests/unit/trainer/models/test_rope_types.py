@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 from converters.families.base import args_to_json
 from converters.families.llama3 import LLAMA3
+from converters.families.model_numbers import check_args
 from converters.families.registry import get_family, read_hf_config
-from converters.model_info import ModelInfo, read_model_info, write_model_info
-from converters.model_numbers import check_args
+from converters.model.model_info import ModelInfo, read_model_info, write_model_info
 from trainer.models.llama3.rope import RotaryAngles
 
 _LENGTHS = st.integers(1, 2**20)

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import tests.gpt_oss_reference
 import tests.llama4_reference
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families import gpt_oss, llama4
 from converters.families.base import Block, Dense, GroupedQuery, RopeScaling
 from converters.families.llama3 import LLAMA3

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from converters.errors import DataError
+from converters.common.errors import DataError
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Comm
 from trainer.observability import flight_recorder

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.common.errors import ConfigError, UnsupportedError
 from trainer.config.sections import Config, Profiling
-from trainer.hardware import check_hardware
-from trainer.job import resolve_job
+from trainer.job.hardware import check_hardware
+from trainer.job.job import resolve_job
 from trainer.observability.profiling import profiled
 
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from converters.errors import Preempted
-from converters.names import METRICS_FILE
-from titan_tools.run_folder import summarize_run
+from converters.common.errors import Preempted
+from converters.common.names import METRICS_FILE
+from titan_tools.pages.run_folder import summarize_run
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Config, JobSection, Metrics, Model
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.observability import sinks
 from trainer.observability.report import Report
 from trainer.observability.sinks import JsonlSink, TensorBoardSink, register_metric_sink, step_line
-from trainer.process_group import fake_ranks
+from trainer.ranks.process_group import fake_ranks
 from trainer.step import OwnShare, StepResult
 
 RESULT = StepResult(loss=2.5, grad_norm=1.0, num_valid_tokens=100, stop_requested=False)

@@ -9,12 +9,12 @@ import torch
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
-from trainer.gpus import data_sheet
 from trainer.observability.throughput import (
     StepClock,
     flops_per_token,
     peak_memory,
 )
+from trainer.ranks.gpus import data_sheet
 
 
 @pytest.mark.parametrize(("flavor", "gflops"), [("8B", 57.91), ("70B", 481.4), ("405B", 2625)])

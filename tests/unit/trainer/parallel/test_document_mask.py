@@ -9,7 +9,7 @@ from converters.families.registry import get_family
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Model, Parallelism, Training
 from trainer.data.sample import DocumentRules
-from trainer.job import layout_problems, resolve, resolve_job
+from trainer.job.job import layout_problems, resolve, resolve_job
 from trainer.models import registry
 from trainer.parallel.document_mask import attention_kernel, document_rules, masked_machine_problems
 

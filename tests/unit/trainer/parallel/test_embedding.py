@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from trainer.parallel.embedding import RowsOfVocabulary
 
 

@@ -15,12 +15,12 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from converters.mesh_shape import MeshShape
+from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Float8, Model, Parallelism, Training
-from trainer.job import layout_problems, resolve_job
+from trainer.job.job import layout_problems, resolve_job
 from trainer.models.registry import get_trainer_family
 from trainer.parallel import float8
 from trainer.parallel.compile import compiles
@@ -316,7 +316,7 @@ def test_a_missing_torchao_is_reported(monkeypatch):
 
 def test_problems_are_found_without_torch():
     code = (
-        "import sys, json; import trainer.job;"
+        "import sys, json; import trainer.job.job;"
         "print(json.dumps([name for name in ('torch', 'torchao') if name in sys.modules]))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

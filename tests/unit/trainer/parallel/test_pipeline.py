@@ -2,7 +2,7 @@
 
 import pytest
 
-from converters.stages import ranks_of_stages
+from converters.layout.stages import ranks_of_stages
 from trainer.parallel.pipeline import forward_order
 
 

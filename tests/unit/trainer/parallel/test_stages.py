@@ -8,12 +8,12 @@ import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.torch_version import TorchVersion
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from converters.families.llama3 import FLAVORS
-from converters.mesh_shape import MeshShape
-from converters.stages import stages_of_rank
+from converters.layout.mesh_shape import MeshShape
+from converters.layout.stages import stages_of_rank
 from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, Training
-from trainer.job import layout_problems
+from trainer.job.job import layout_problems
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.pipeline import keep_modules
 from trainer.parallel.stages import (

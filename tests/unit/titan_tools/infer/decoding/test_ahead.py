@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from converters.errors import CheckpointError
+from converters.common.errors import CheckpointError
 from tests.tiny_infer import load
 from tests.tiny_llama import write_llama
 from tests.watched_engine import ragged, run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from converters.weights import open_native
+from converters.source.weights import open_native
 from tests.greedy_reference import assert_same, greedy
 from tests.tiny_infer import CPU, NO_TEXT, complete, load
 from tests.tiny_llama import BOS, write_llama

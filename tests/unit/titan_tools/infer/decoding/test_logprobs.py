@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.sampling import Sampling, check_logprobs, token_logprobs

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from converters.errors import CheckpointError, ConfigError
+from converters.common.errors import CheckpointError, ConfigError
 from titan_tools.infer.decoding import sampling as sampling_file
 from titan_tools.infer.decoding.sampling import (
     NoiseKey,

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from converters.box import Box
+from converters.common.box import Box
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.convert import convert
-from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo
-from converters.weights import open_native
+from converters.model.model_info import ModelInfo
+from converters.source.weights import open_native
 from tests.biased_families import BIASED, registered, write_biased
 from tests.tiny_families import TINY, write_tiny
 from tests.tiny_infer import CPU, load

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from converters.box import Box
-from converters.errors import CheckpointError
-from converters.stored_blocks import BlocksSource
-from converters.weights import open_native
+from converters.common.box import Box
+from converters.common.errors import CheckpointError
+from converters.quantized.stored_blocks import BlocksSource
+from converters.source.weights import open_native
 from tests.tiny_gpt_oss import CONFIG, read_folder, save, write_gpt_oss, write_mxfp4
 from tests.tiny_infer import CPU
 from titan_tools.infer.decoding.engine import Engine

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from converters.box import Box
-from converters.errors import ConfigError
+from converters.common.box import Box
+from converters.common.errors import ConfigError
 from converters.families.llama3 import FLAVORS, parameters
 from titan_tools.infer.model.tensor_parallel import check_tp, same_input, slice_for_rank, summed_inputs, valid_tp
 

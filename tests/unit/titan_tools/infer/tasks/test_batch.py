@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from converters.errors import ConfigError
+from converters.common.errors import ConfigError
 from tests.json_lines import read_lines, write_lines
 
 # Of different lengths, the first with the most new tokens by far: results end in another order than they began

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from converters.source.weights import open_native
 from converters.tokenizers.tokenizer import load_tokenizer
-from converters.weights import open_native
 from tests.tiny_llama import EOS, write_llama
 from titan_tools.infer.decoding import generate
 from titan_tools.infer.decoding.engine import Engine

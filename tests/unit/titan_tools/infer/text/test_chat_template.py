@@ -8,9 +8,9 @@ from datetime import datetime
 import pytest
 from transformers import AutoTokenizer
 
-from converters.assets import find_assets, read_token_ids
-from converters.errors import CheckpointError, ConfigError
+from converters.common.errors import CheckpointError, ConfigError
 from converters.tokenizers import tiktoken_model
+from converters.tokenizers.assets import find_assets, read_token_ids
 from converters.tokenizers.tiktoken_from_json import write_ranks
 from converters.tokenizers.tiktoken_model import RELEASED_VOCAB, special_tokens_after, write_hf_tokenizer
 from converters.tokenizers.tokenizer import load_tokenizer

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from converters.errors import ConfigError, TitanError
+from converters.common.errors import ConfigError, TitanError
 from converters.tokenizers.tokenizer import load_tokenizer
 from tests.chat_templates import CHATML, SPECIAL, TEMPLATES, said, write_tokenizer
 from titan_tools.infer.text.chat_template import read_template

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
+from converters.common.errors import CheckpointError
 from converters.convert import convert
-from converters.errors import CheckpointError
 from converters.formats.base import OutputOptions
-from converters.model_info import read_model_info
+from converters.model.model_info import read_model_info
 from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.find import find_tokenizer

@@ -13,7 +13,7 @@ from titan_tools.memory.schedules import allocates_on_receipt
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
-from trainer.job import Job, resolve
+from trainer.job.job import Job, resolve
 from trainer.parallel.stages import schedule_machine_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from converters.families.base import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
-from converters.mesh_shape import MeshShape
-from converters.stages import split_stages
+from converters.layout.mesh_shape import MeshShape
+from converters.layout.stages import split_stages
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.rank import Instant
@@ -25,13 +25,13 @@ from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile, Training
 from trainer.data.batch import Batch
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
 from trainer.loss.install import install_loss
-from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
+from trainer.ranks.gpus import GPUS
+from trainer.ranks.mesh import make_meshes
 from trainer.train_model import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)

@@ -18,8 +18,8 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

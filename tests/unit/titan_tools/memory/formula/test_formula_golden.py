@@ -13,8 +13,8 @@ from tests.unit.titan_tools.memory.test_engines_compiled import COMPILE, COMPILE
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.run_shape import RunShape, run_shape
 from trainer.config.load import load_config
-from trainer.gpus import GPUS
-from trainer.job import resolve_job
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import GPUS
 
 GOLDEN = Path(__file__).parents[4] / "golden" / "memory_formula.txt"
 ABOUT = """\

@@ -11,9 +11,9 @@ from titan_tools.memory.formula.rank import groups_of_stage
 from titan_tools.memory.formula.run_shape import run_shape
 from trainer.build import build
 from trainer.config.load import load_config
-from trainer.job import resolve_job
-from trainer.mesh import make_meshes
+from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer
+from trainer.ranks.mesh import make_meshes
 
 LAYOUTS = {
     "one rank": {},

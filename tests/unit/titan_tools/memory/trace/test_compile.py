@@ -12,7 +12,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
 from converters.families import registry as families
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
@@ -22,11 +22,11 @@ from titan_tools.memory.trace.compile import share_compiled_code, translate_comp
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.inductor_code import describe_gpu, run_without_kernels
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
-from trainer.gpus import GPUS
-from trainer.job import Job, resolve
+from trainer.job.job import Job, resolve
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
+from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from converters.errors import UnsupportedError
-from converters.mesh_shape import MeshShape
+from converters.common.errors import UnsupportedError
+from converters.layout.mesh_shape import MeshShape
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import GAPS, trace_gaps
@@ -15,7 +15,7 @@ from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Config
-from trainer.job import Job, resolve
+from trainer.job.job import Job, resolve
 from trainer.loss import registry as loss_registry
 from trainer.models.llama3.model import TransformerBlock
 

@@ -10,9 +10,9 @@ from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from converters.errors import UnsupportedError
+from converters.common.errors import UnsupportedError
+from converters.common.sizes import MIB
 from converters.families.registry import get_family
-from converters.sizes import MIB
 from tests.dist.training import Layout, args_of
 from tests.real_memory import _calls
 from titan_tools.memory.command import estimate_from_command_line
@@ -27,9 +27,9 @@ from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.gpus import GPUS
-from trainer.job import Job, resolve
-from trainer.process_group import fake_ranks
+from trainer.job.job import Job, resolve
+from trainer.ranks.gpus import GPUS
+from trainer.ranks.process_group import fake_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from titan_tools.memory.constants import PARTS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, Trace
 from titan_tools.memory.trace.kernels import Kernels, use_kernels
-from trainer.job import Job, resolve, samples_per_step
+from trainer.job.job import Job, resolve, samples_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

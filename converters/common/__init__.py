@@ -1,0 +1,1 @@
+"""What every other package of converters needs: errors, names on disk, element types, boxes, sizes, threads."""

@@ -1,0 +1,101 @@
+"""Estimate the memory, disk space and time of a conversion, for `--dry-run` and the check of free space."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.common.sizes import MIB
+from converters.containers.target import Target
+from converters.engine.copy import UNIT_BYTES
+from converters.integrity.staging import bytes_left_behind
+from converters.store.commit import require_space
+
+# HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
+# A slower disk is the bottleneck instead.
+COPY_BYTES_PER_SEC = 1.2e9
+# Of a worker, in bytes that are written: values that are made of fp8 codes, and codes that are made of values
+DEQUANTIZE_BYTES_PER_SEC = 0.5e9
+QUANTIZE_BYTES_PER_SEC = 0.1e9
+TRANSPOSE_BYTES_PER_SEC = 0.3e9
+START_SECS = 0.3
+# Upper bounds of the anonymous memory of the process: the interpreter with numpy; a worker's buffers; one slot with its
+# chunk, its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with
+# eight (a worker has more to hold where tensors are cut along columns); 285 MiB for one of 470,000 chunks.
+BASE_BYTES = 40 * MIB
+WORKER_BYTES = 16 * MIB
+TRANSPOSING_WORKER_BYTES = 24 * MIB  # measured for experts of Llama 4 Scout: 19 on the way in, 22 on the way out
+SLOT_BYTES = 600
+TENSOR_BYTES = 1000  # of the source or the output. Measured for 37,000 experts: 45 MiB to read, as many again to write
+SLOT_SECS = 1e-4  # 470,000 chunks of no size: 57 s
+# Upper bounds on disk besides the tensor data: configs and a recipe; a tensor's and a file's line of the manifest; a
+# unit's line of the journal, which exists until the end
+_CONFIG_BYTES = 128 * 1024
+_TENSOR_LINE_BYTES = 160
+_FILE_LINE_BYTES = 80
+_UNIT_LINE_BYTES = 384
+# A carried file may be written twice (torchtune's folder), and a tokenizer in another form, too. A tokenizer.json made
+# of Llama 3's tokenizer.model is 8 times as long as that.
+_CARRIED, _TRANSLATED = 2, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """An estimate. `free_bytes` is what the disk of the destination has; `fits` says whether that is enough."""
+
+    memory_bytes: int  # peak, anonymous
+    disk_bytes: int  # the small files and the journal included
+    free_bytes: int
+    fits: bool
+    secs: float  # at the rate below
+    bytes_per_sec: float
+
+
+def estimate_needs(
+    dst: Path,
+    target: Target,
+    *,
+    num_read: int,
+    workers: int,
+    carried: Collection[Path] = (),
+    worker_bytes_per_sec: float = COPY_BYTES_PER_SEC,
+    worker_bytes: int = WORKER_BYTES,
+) -> Needs:
+    """The needs of writing `target` to `dst` with `workers` threads from `num_read` tensors; `carried`: files that are
+    copied along; `worker_bytes_per_sec`: what one thread makes, where that is slower than copying; `worker_bytes`: its
+    memory.
+    """
+    bytes_per_sec = min(COPY_BYTES_PER_SEC, worker_bytes_per_sec * workers)
+    disk_bytes = needed_bytes(target, carried)
+    # The output is made in the parent of `dst`. Raises where nothing can be written there.
+    free_bytes = require_space(dst.absolute().parent, 0)
+    return Needs(
+        memory_bytes=BASE_BYTES
+        + worker_bytes * workers
+        + SLOT_BYTES * len(target.slots)
+        + TENSOR_BYTES * (num_read + len(target.tensors)),
+        disk_bytes=disk_bytes,
+        free_bytes=free_bytes,
+        fits=free_bytes >= disk_bytes - bytes_left_behind(dst),
+        secs=START_SECS + SLOT_SECS * len(target.slots) + target.total_bytes / bytes_per_sec,
+        bytes_per_sec=bytes_per_sec,
+    )
+
+
+def require_room(dst: Path, target: Target, carried: Collection[Path] = ()) -> None:
+    """Raise CheckpointError where the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
+    require_space(dst, max(0, needed_bytes(target, carried) - bytes_left_behind(dst)))
+
+
+def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:
+    """An upper bound of the bytes on disk while `target` is written: data, small files, manifest and journal."""
+    lone = TOKENIZER_JSON not in {path.name for path in carried}
+    small_bytes = sum(
+        path.stat().st_size * (_TRANSLATED if lone and path.name == TIKTOKEN_MODEL else _CARRIED)
+        for path in carried
+        if path.is_file()
+    )
+    manifest_bytes = sum(len(fqn) + _TENSOR_LINE_BYTES for fqn in target.tensors)
+    manifest_bytes += sum(len(name) + _FILE_LINE_BYTES for name in target.file_bytes)
+    num_units = len(target.tensors) + 2 * target.total_bytes // UNIT_BYTES
+    return target.total_bytes + _CONFIG_BYTES + small_bytes + manifest_bytes + num_units * _UNIT_LINE_BYTES

@@ -1,0 +1,200 @@
+"""Plan what a conversion writes, before the first byte: source view, casts, files, and what is left out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from converters.common.box import Box, TensorInfo, count_dtypes
+from converters.common.collector import collector_paused
+from converters.common.dtypes import DTYPES, itemsize
+from converters.common.errors import CheckpointError, ConfigError, list_offenders
+from converters.common.fold import fold_texts
+from converters.containers.target import Target
+from converters.conversion.quantize import Quantization, plan_quantization
+from converters.families.registry import get_family
+from converters.formats.base import Contents, Format, OutputOptions
+from converters.integrity.source_check import check_digests
+from converters.model.multimodal import require_place, with_extras
+from converters.naming.foreign_view import foreign_view
+from converters.naming.namings import is_named
+from converters.source.weights import NativeWeights, without_outer
+from converters.store.digest import TensorDigest
+from converters.views.expressions import Expression, Index, RowNumbers, Source, Stack, has_own_rows
+from converters.views.view import View
+
+DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionPlan:
+    """The view that the tensors are read from, the target that they are written to, and their casts."""
+
+    contents: Contents
+    target: Target
+    casts: Mapping[str, str]
+    kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
+    stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
+    halved: frozenset[str]  # the source's own names of tensors that are halved, joined as halves, or transposed
+    native_rows: RowNumbers | None  # None: rows are written in native order
+    dropped: Mapping[str, str]  # source tensor → reason
+    made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
+    quantization: Quantization | None
+
+
+@collector_paused()
+def plan_conversion(
+    weights: NativeWeights,
+    *,
+    dst: Path,
+    output: Format,
+    options: OutputOptions,
+    dtype: str | None,
+    scales_from: NativeWeights | None = None,
+    keep_extra: bool | None = None,
+) -> ConversionPlan:
+    """Plan writing `weights` as `output`; `scales_from`: the open checkpoint that `options` name.
+
+    Raises UnsupportedError where it cannot hold this model, CheckpointError where it cannot hold values that are not
+    zero, and ConfigError for a `keep_extra` where it cannot hold the tensors beside the text model.
+    """
+    output.check_options(options)
+    family = get_family(weights.info.family)
+    naming = output.naming(family, options)
+    holds_extras = naming is None
+    if naming is not None and weights.extras and family.multimodal and naming.name == "hf":
+        naming, holds_extras = family.namings[family.multimodal.naming], True
+    view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
+    if naming is not None and holds_extras:
+        view = with_extras(view, weights.source, weights.extras)
+    ledger = weights.source.ledger
+    native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
+    written = {fqn for held in native_of.values() for fqn in held}
+    homeless = () if holds_extras else weights.extras
+    no_place = require_place(output.called, homeless, keep_extra=keep_extra)
+    dropped = no_place if naming is None else no_place | _dropped(weights, view, output, options)
+    native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
+    casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
+    quantization = None
+    if options.quantize is not None and naming is not None:
+        quantization = plan_quantization(
+            weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
+        )
+        casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
+        casts |= quantization.casts(view.tensors)
+    tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
+    info = without_outer(weights.info, family) if homeless else weights.info
+    contents = Contents(tensors, view, family, info, dst)
+    if quantization is not None:
+        coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))
+        contents = replace(
+            contents,
+            tensors=quantization.with_scales(tensors),
+            quantization=quantization.scheme,
+            coded=frozenset(coded),
+        )
+    kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
+    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_own_rows(expression)}
+    stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
+    return ConversionPlan(
+        contents=contents,
+        target=output.plan(contents, options),
+        casts=casts,
+        kept_float32=tuple(fqn for fqn in kept if fqn in written),
+        stored={name: tuple(n for n in names if n not in ledger.scales) for name, names in stored.items()},
+        halved=frozenset(
+            held
+            for name, names in stored.items()
+            if has_own_rows(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
+            for held in names
+        ),
+        native_rows=None if naming is None else view.native_rows,
+        dropped={**ledger.dropped, **dropped},
+        made={fqn: reason for fqn, reason in ledger.made.items() if fqn in written},
+        quantization=quantization,
+    )
+
+
+def _stored(expression: Expression, native: View, *, is_native: bool) -> tuple[str, ...]:
+    """The source's own names of the tensors that a target's values are read from."""
+    if is_native:
+        return expression.sources
+    match expression:
+        case Index(Source(fqn), number) if isinstance(stack := native.expressions[fqn], Stack):
+            return stack.parts[number].sources
+    return tuple(dict.fromkeys(name for fqn in expression.sources for name in native.expressions[fqn].sources))
+
+
+def _dropped(weights: NativeWeights, view: View, output: Format, options: OutputOptions) -> dict[str, str]:
+    """Source tensor → reason, for tensors that the naming has no name for. They are read: only zeros can be dropped.
+
+    Raises CheckpointError with every one that is not zero, unless `options` say to drop it.
+    """
+    if options.drop_expert_bias and not view.ledger.dropped:
+        raise ConfigError(f"--drop-expert-bias: {output.called} of this model drops none", hint="leave it out")
+    source, lost = weights.source, []
+    dropped: dict[str, str] = {}
+    held = {fqn: reason for fqn, reason in view.ledger.dropped.items() if source.ledger.used[fqn]}
+    found = {fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in held}
+    for fqn, reason in held.items():
+        whole = Box.whole(source.tensors[fqn].shape)
+        values = source.read(fqn, whole)
+        found[fqn].update(whole, values)
+        if not np.any(values != 0):
+            reason = f"zero; {reason}"
+        elif options.drop_expert_bias:
+            reason = f"as asked, although it is not zero: tokens may be sent to other experts ({reason})"
+        else:
+            lost.append(fqn)
+        dropped |= dict.fromkeys(source.ledger.used[fqn], reason)
+    check_digests(weights.catalog, {fqn: source.ledger.used[fqn] for fqn in held}, found)
+    if lost:
+        reasons = "; ".join(dict.fromkeys(held[fqn] for fqn in lost))
+        raise CheckpointError(
+            f"{output.called} has no place for these, and they are not zero:" + list_offenders(fold_texts(lost)),
+            hint=f"{reasons}; keep them with --to dcp or --to torch, or drop them, which changes how tokens are routed",
+            tries=["--drop-expert-bias"],
+        )
+    return dropped
+
+
+def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
+    """The floating tensors that are cast to `dtype`; none where it is None (the source dtype stays).
+
+    Those of `find_kept_float32` stay float32.
+    """
+    if dtype is None:
+        return {}
+    name, kept = _floating(dtype), set(find_kept_float32(tensors, dtype, keep=keep))
+    return {
+        n: name
+        for n, info in tensors.items()
+        if info.dtype != name and DTYPES[info.dtype].is_floating and n not in kept
+    }
+
+
+def find_kept_float32(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> list[str]:
+    """Tensors that stay float32 when the others are cast to 16 bits or less.
+
+    A few float32 tensors among weights of 16 bits (most, by bytes) are so on purpose. `keep`: native names, with
+    `{n}` for the layer, that a family always wants in float32.
+    """
+    if dtype is None or itemsize(_floating(dtype)) > 2:
+        return []
+    wide = [n for n, info in tensors.items() if info.dtype == "float32"]
+    floating = {n: info for n, info in tensors.items() if DTYPES[info.dtype].is_floating}
+    num_bytes = count_dtypes(floating)
+    narrow_bytes = sum(size for kind, size in num_bytes.items() if itemsize(kind) <= 2)
+    if narrow_bytes > sum(num_bytes.values()) - narrow_bytes:
+        return wide
+    return [n for n in wide if is_named(n, keep)]
+
+
+def _floating(dtype: str) -> str:
+    """The name of an element type as a user may spell it. Raises ConfigError where it is not a floating type."""
+    name = DTYPE_SPELLINGS.get(dtype, dtype)
+    if name not in DTYPES or not DTYPES[name].is_floating:
+        floating = ", ".join(d.name for d in DTYPES.values() if d.is_floating)
+        raise ConfigError(f"unknown floating element type: {dtype!r}", hint=f"known: {floating}")
+    return name

@@ -1,0 +1,1 @@
+"""Native and foreign names: which naming a checkpoint follows, and views under other names."""

@@ -1,0 +1,216 @@
+"""A checkpoint under native names, after a ledger has assigned every tensor; errors list all that do not match."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from converters.common.box import TensorInfo, TensorSource
+from converters.common.dtypes import DTYPES
+from converters.common.errors import CheckpointError, list_offenders
+from converters.families import rules
+from converters.families.base import EMBEDDING, OUTPUT, Family, Naming, Parameter
+from converters.families.registry import get_family
+from converters.model.model_info import ModelInfo
+from converters.model.multimodal import EXTRA_REASON
+from converters.naming.namings import any_name, drop_reason, is_named, prefix, rules_for, with_placeholder
+from converters.naming.rule_expressions import ForeignTensors, foreign_tensors, native_expression
+from converters.quantized.mxfp4_scheme import ENDS
+from converters.quantized.quantization import KEY, SCALE
+from converters.quantized.quantized_tensors import QuantizedTensors
+from converters.views.compare import first_difference
+from converters.views.expressions import Source
+from converters.views.view import NOT_SAVED_REASON, REPEATED_REASON, TIED_REASON, Ledger, View
+
+_SCALE_ENDS = (SCALE, *ENDS.values())
+
+
+def native_view(
+    source: TensorSource,
+    info: ModelInfo,
+    naming: Naming,
+    *,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
+    quantized: QuantizedTensors | None = None,
+    keep_extra: bool = False,
+    reads_copies: bool = True,
+    where: str = "",
+) -> View:
+    """`source` under native names; `quantized`: its weights whose values are codes times scales.
+
+    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors, parts of one
+    tensor that differ in dtype, and quantized weights that do not match their scales. Tensors that are allowed to be
+    missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
+    error in any case. A tied model may repeat its output weight, which is read, and dropped where it equals the
+    embedding. `keep_extra`: with the tensors of a multimodal checkpoint beside its text model, under their own names.
+    `reads_copies`: without it the output of a tied model is taken for a copy unread. `where` begins the messages.
+    """
+    family, args = get_family(info.family), info.args
+    naming, parameters = family.naming_for(naming, args), family.parameters(args)
+    outputs = [replace(p, fqn=OUTPUT) for p in parameters if p.fqn == EMBEDDING and args.tied]
+    by_native = rules_for((p.fqn for p in (*parameters, *outputs)), naming)
+    rule_of = {p.fqn: by_native[with_placeholder(p.fqn)] for p in (*parameters, *outputs)}
+    foreign_of = {p.fqn: foreign_tensors(rule_of[p.fqn], p) for p in (*parameters, *outputs)}
+    tied_names = {name for p in outputs for name in foreign_of[p.fqn].names}
+    known = {name for foreign in foreign_of.values() for name in foreign.names}
+    ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
+    scales = quantized.scales if quantized else {}
+    repeats = {rule.foreign: rule.native for rule in naming.repeats}
+    of_other_media, kept = family.multimodal.extras if family.multimodal else (), list[str]()
+    for name in source.tensors:
+        if name in scales:
+            continue
+        if name in tied_names:
+            tied_copy = name
+        elif name in known:
+            found.add(name)
+        elif name in repeats:
+            ledger.repeated[name] = repeats[name]
+            ledger.dropped[name] = REPEATED_REASON + repeats[name]
+        elif is_named(name, of_other_media):
+            if keep_extra:
+                kept.append(name)
+            else:
+                ledger.dropped[name] = EXTRA_REASON
+        elif reason := drop_reason(name, naming):
+            ledger.dropped[name] = reason
+        else:
+            ledger.extra.append(name)
+    unknown = set(ledger.extra)
+    for name, weight in scales.items():  # what happens to a weight happens to its scales
+        if reason := drop_reason(weight, naming):
+            ledger.dropped[name] = reason
+        elif weight in unknown:
+            ledger.extra.append(name)
+    if tied_copy is not None and not found.intersection(foreign_of[EMBEDDING].names):
+        # the tied weight, under its other name
+        foreign_of[EMBEDDING] = replace(foreign_of[EMBEDDING], names=(tied_copy,))
+        found.add(tied_copy)
+        tied_copy = None
+    not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, found)
+    tensors, expressions = {}, {}
+    for parameter in parameters:
+        fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
+        if isinstance(op, rules.Zeros) or fqn in not_saved:
+            ledger.made[fqn] = op.reason if isinstance(op, rules.Zeros) else NOT_SAVED_REASON
+            op, foreign = rules.Zeros(ledger.made[fqn]), replace(foreign, names=())
+        absent = [name for name in foreign.names if name not in found]
+        if absent:
+            ledger.missing += absent
+            if not allow_missing:
+                problems += [_missing(name, foreign) for name in absent]
+            elif len(absent) < len(foreign.names):
+                rest = f"only all parts of {fqn} together may be missing"
+                problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
+        present = {name: source.tensors[name] for name in foreign.names if name in found}
+        if quantized:
+            if not quantized.scheme.covers(parameter):
+                problems += [
+                    f"quantized   {n}  {quantized.scheme.uncovered}" for n in present if n in quantized.expressions
+                ]
+            present = {name: quantized.native_info(name, info) for name, info in present.items()}
+        problems += _part_problems(present, foreign.shape)
+        if absent:
+            continue
+        values = quantized.expressions if quantized else {}
+        parts = tuple(values.get(name) or Source(name) for name in foreign.names)
+        expressions[fqn] = native_expression(op, parameter, parts, args)
+        dtype = present[foreign.names[0]].dtype if present else "float32"
+        tensors[fqn] = TensorInfo(dtype, parameter.shape)
+        ledger.used[fqn] = expressions[fqn].sources
+    for name in kept:
+        expressions[name], tensors[name], ledger.used[name] = Source(name), source.tensors[name], (name,)
+    ledger.missing = list(dict.fromkeys(ledger.missing))
+    if quantized:
+        ledger.scales = {name for names in ledger.used.values() for name in names if name in scales}
+        gone, weight_of = {*ledger.dropped, *ledger.extra}, quantized.scheme.weight_of
+        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, weight_of(n)))]
+    if not allow_extra:
+        problems += [f"unexpected  {name}" for name in ledger.extra]
+    elif not quantized:
+        problems += [f"unexpected  {n}: scales of {of}" for n in ledger.extra if (of := _scaled_by(n, source.tensors))]
+    missing_output = not args.tied and OUTPUT not in ledger.used
+    if missing_output and problems == [_missing(name := foreign_of[OUTPUT].names[0], foreign_of[OUTPUT])]:
+        raise CheckpointError(
+            f"{prefix(where)}there is no output weight ({name}): a base model was saved without its head, or the model "
+            "is tied and its config does not say so",
+            hint="transformers would compute with random values there; save the model with its head, or set "
+            "tie_word_embeddings: true in config.json if it is tied",
+            tries=["--allow-missing, for a conversion without it"],
+        )
+    if problems:
+        raise _ledger_error(
+            list(dict.fromkeys(problems)), family, naming, ledger.extra, missing_output=missing_output, where=where
+        )
+    if tied_copy is not None:
+        if reads_copies:
+            _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
+        ledger.dropped[tied_copy] = TIED_REASON
+    return View(source, tensors, expressions, ledger)
+
+
+def _missing(name: str, foreign: ForeignTensors) -> str:
+    return f"missing     {name}  {list(foreign.shape)}"
+
+
+def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, ForeignTensors], found: set[str]) -> set[str]:
+    """The buffers that training changes, where the source has none: then there is nothing to lose, they are zero."""
+    buffers = [p.fqn for p in parameters if not p.is_trained]
+    return set(buffers) if found.isdisjoint(n for fqn in buffers for n in foreign_of[fqn].names) else set()
+
+
+def _scaled_by(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """The float8 weight that a tensor of this name has the scales of; "" for others."""
+    ends = {SCALE: "", "_scale": "", ".scale": ".weight"}  # the last: in DeepSeek's own names
+    weights = (name.removesuffix(end) + instead for end, instead in ends.items() if name.endswith(end))
+    return next((n for n in weights if n in tensors and tensors[n].dtype.startswith("float8")), "")
+
+
+def _part_problems(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> list[str]:
+    """What is wrong with the foreign tensors that make one native tensor."""
+    problems = []
+    usual = Counter(info.dtype for info in parts.values()).most_common(1)
+    for name, info in parts.items():
+        if info.shape != shape:
+            problems.append(f"shape       {name}  is {list(info.shape)}, should be {list(shape)}")
+        if not DTYPES[info.dtype].is_floating:
+            problems.append(f"dtype       {name}  is {info.dtype}, should be a floating type")
+        elif info.dtype != usual[0][0]:
+            problems.append(f"dtype       {name}  is {info.dtype}, the others that it is stacked with {usual[0][0]}")
+    return problems
+
+
+def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
+    """Raise CheckpointError unless two tensors hold the same bits."""
+    if problem := first_difference(source, one, other):
+        raise CheckpointError(
+            f"{prefix(where)}the model is tied, but {other} differs from {one}: {problem}",
+            hint="dropping it would change the model; an untied model has tie_word_embeddings: false in config.json",
+        )
+
+
+def _ledger_error(
+    problems: list[str],
+    family: Family,
+    naming: Naming,
+    extra: Sequence[str],
+    *,
+    missing_output: bool,
+    where: str,
+) -> CheckpointError:
+    hints = [f"names were read as {naming.name!r}"]
+    if missing_output:
+        hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
+    if any(name.endswith(_SCALE_ENDS) for name in extra):
+        hints.append(f"scales of float8 and mxfp4 weights are read where config.json has a {KEY}")
+    own = any_name(naming)
+    strangers = [name for name in extra if not own.fullmatch(name)]
+    for other in family.namings.values():
+        if any(any_name(other).fullmatch(name) for name in strangers):
+            hints.append(f"some of the unexpected names are those of {other.name!r}: one model, stored in two forms?")
+            break
+    found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return CheckpointError(
+        f"{prefix(where)}the tensors do not match the model, {found}:" + list_offenders(sorted(problems)),
+        hint="; ".join(hints),
+    )

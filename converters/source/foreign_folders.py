@@ -1,0 +1,122 @@
+"""Folders of other tools that titan does not read: which tool wrote them, and the command that makes what it reads."""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from converters.common.errors import TitanError, UnsupportedError
+from converters.common.names import HF_CONFIG
+from converters.containers.torch_folder import open_file
+
+_TORCH_CHECKPOINTING = "metadata.pkl"
+_RANK_ITEM = re.compile(r"([A-Za-z0-9_-]+)_(\d+)\.(pt|safetensors)")
+_ZERO_RANK = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
+_ZERO_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+_MP_RANK = re.compile(r"mp_rank_\d+_model_states\.pt")
+_ACCELERATE_RANK = re.compile(r"(pytorch_model_fsdp(?:_\d+)?_rank)(\d+)\.bin")
+_UNIVERSAL = "zero/*/fp32.pt"  # a parameter of a universal checkpoint, whole
+_VERL_RANK = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
+
+
+def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
+    """The error for a folder that another tool wrote for itself, by the names in it; None for other folders."""
+    if _TORCH_CHECKPOINTING in names and any(map(_RANK_ITEM.fullmatch, names)):
+        return UnsupportedError(
+            f"{path}: written by torch_checkpointing, with one file for each item and rank, which is not supported",
+            hint="torch joins the parts in as many processes, to a DCP checkpoint",
+            tries=_join(path, [n for n in names if (found := _RANK_ITEM.fullmatch(n)) and found[1] == "model"]),
+        )
+    own = path.parent if path.name == "zero" else path
+    if step := own if _is_deepspeed_step(own) else _deepspeed_step(path, names):
+        return _of_deepspeed(step, step.parent, {p.name for p in step.iterdir()})
+    if parts := [name for name in names if _ACCELERATE_RANK.fullmatch(name)]:
+        return UnsupportedError(
+            f"{path}: files of Accelerate with the part of one rank each (use_dcp=False), which are not joined",
+            hint="torch joins the parts of FSDP2 in as many processes, to a DCP checkpoint; those of FSDP1 can only be "
+            "loaded in a job of as many ranks (`accelerate merge-weights` reads neither)",
+            tries=_join(path, parts),
+        )
+    if ranks := [found for name in names if (found := _VERL_RANK.fullmatch(name))]:
+        out = path.with_name(path.name + "-merged")
+        return UnsupportedError(
+            f"{path}: the parts of {ranks[0][1]} ranks of verl or SkyRL, which are not joined",
+            hint="verl's merger writes a Hugging Face folder of them, in bfloat16",
+            tries=[f"python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir {out}"],
+        )
+    return None
+
+
+def _join(folder: Path, names: Collection[str]) -> list[str]:
+    """The command with which torch writes the parts of DTensors, `<start><rank>.<suffix>`, as one DCP checkpoint."""
+    parts = [found for name in sorted(names) if (found := re.fullmatch(r"(.*?)(\d+)(\.\w+)", name))]
+    if not parts or parts[0][3] == ".safetensors":
+        return []
+    start, _, suffix = parts[0].groups()
+    number, out = len({part[2] for part in parts if part[1] == start}), folder.with_name(folder.name + "-joined")
+    code = (
+        "import torch, torch.distributed as d, torch.distributed.checkpoint as c, torch.distributed.tensor; "
+        f"d.init_process_group('gloo'); part = torch.load('{folder / start}%d{suffix}' % d.get_rank(), 'cpu'); "
+        f"c.save({{'model': part}}, checkpoint_id='{out}')"
+    )
+    run = f'torchrun --nproc_per_node {number} --no-python python -c "{code}"'
+    return [run, f"{out} --model-from FOLDER"]
+
+
+def _of_universal(step: Path, model: str) -> TitanError:
+    """The error for a universal checkpoint of DeepSpeed: a folder for each parameter, with its weight and moments."""
+    folder, out = step / "zero", step.with_name(step.name + ".pt")
+    code = (
+        f"import torch, pathlib; files = pathlib.Path('{folder}').glob('*/fp32.pt'); "
+        f"torch.save({{f.parent.name: torch.load(f)['param'] for f in files}}, '{out}')"
+    )
+    return UnsupportedError(
+        f"{step}: a universal checkpoint of DeepSpeed, with a folder for each parameter, which is not supported",
+        hint="torch collects the weights, in 32 bits; moments stay behind",
+        tries=[f'python -c "{code}"', f"{out}{model}"],
+    )
+
+
+def _deepspeed_step(path: Path, names: Collection[str]) -> Path | None:
+    """The newest step of DeepSpeed in a folder: the one that its file `latest` names, else the one of most steps."""
+    steps = [path / name for name in names if re.fullmatch(r"global_step\d+(_universal)?", name)]
+    steps = [step for step in steps if step.is_dir() and _is_deepspeed_step(step)]
+    latest = path / "latest"
+    named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    return next(
+        (s for s in steps if s.name == named),
+        max(steps, key=lambda s: int(re.findall(r"\d+", s.name)[0]), default=None),
+    )
+
+
+def _is_deepspeed_step(step: Path) -> bool:
+    of_ranks = (_ZERO_RANK.fullmatch(p.name) or _MP_RANK.fullmatch(p.name) for p in step.iterdir())
+    return any(of_ranks) or any(step.glob(_UNIVERSAL))
+
+
+def _of_deepspeed(step: Path, folder: Path, names: Collection[str]) -> TitanError:
+    """`folder`: with zero_to_fp32.py and the file `latest`."""
+    model = f" --model-from {folder}" if (folder / HF_CONFIG).is_file() else " --model-from FOLDER"
+    whole = sorted(name for name in names if _MP_RANK.fullmatch(name))
+    stage = "ZeRO-3" if any(map(_ZERO_3.fullmatch, names)) else "ZeRO"
+    if stage == "ZeRO" and len(whole) == 1 and _opens(step / whole[0]):
+        return UnsupportedError(
+            f"{step}: a step of DeepSpeed; the optimizer of ZeRO is cut flat, which is not supported",
+            hint="the weights in 16 bits are whole in this file; zero_to_fp32.py writes those in 32 bits",
+            tries=[f"{step / whole[0]}{model}"],
+        )
+    if any(step.glob(_UNIVERSAL)):
+        return _of_universal(step, model)
+    script, out = folder / "zero_to_fp32.py", folder.with_name(folder.name + "-fp32")
+    return UnsupportedError(
+        f"{step}: a step of DeepSpeed: weights and moments of {stage} are cut over ranks, which is not supported",
+        hint="DeepSpeed's own script writes the weights as safetensors; then give its output"
+        + (", with the config of this folder" if (folder / HF_CONFIG).is_file() else ""),
+        tries=[f"python {script} {folder} {out} --safe_serialization", f"{out}{model}"],
+    )
+
+
+def _opens(path: Path) -> bool:
+    try:
+        return bool(open_file(path).tensors)
+    except TitanError:
+        return False

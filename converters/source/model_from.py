@@ -1,0 +1,190 @@
+"""Find which model a checkpoint is. `--model-from` adds what it does not state, and must not contradict it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
+from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
+from converters.families.base import computed_numbers, defining_numbers
+from converters.families.registry import as_hf_config, get_family
+from converters.model.hf_fields import COSMETIC
+from converters.model.model_info import ModelInfo, find_model_file, read_model_info
+from converters.source.open import require_exists
+from converters.store.hf_cache import snapshot_of
+from converters.store.json_file import load_with_repeated_keys, read_json
+from converters.store.paths import refuse_links_out
+from converters.tokenizers.assets import (
+    CLASS_DEFAULTS,
+    TOKEN_IDS,
+    TOKENIZERS,
+    find_assets,
+    find_documents,
+    read_token_ids,
+)
+from converters.views.catalog import Catalog
+
+_VERSION = "transformers_version"  # of the version that saved a file of settings
+
+
+def find_model_info(
+    catalog: Catalog, weights: Catalog, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
+) -> ModelInfo:
+    """The checkpoint's model, completed by `model_from`; `otherwise` where no file describes it.
+
+    `weights`: the part of `catalog` that is the model. Raises ConfigError, listing both values, where `model_from`
+    contradicts the checkpoint, and CheckpointError where neither describes the model.
+    """
+    own_file = find_model_file(catalog.root)
+    if model_from is None:
+        return otherwise if otherwise and not own_file else read_model_info(catalog.root, weights)
+    place = Path(model_from)
+    require_exists(place)
+    if own_file is None:
+        given = _without_documents(read_model_info(place, weights), place)
+        assets: dict[str, Path] = {}
+        if catalog.container != "torch":  # a torch file may be in any folder, among other files
+            assets = find_assets(catalog.root)
+            refuse_links_out(catalog.root, assets.values())
+        own = replace(given, assets=assets | find_documents(catalog.root), token_ids={}, stated_dtype="")
+        return _complete(own, given, catalog.root, place)
+    way_out = (
+        f"--model-from adds only what the checkpoint does not state; correct or remove {own_file} if that is wrong, "
+        "else leave --model-from out"
+    )
+    try:
+        own = read_model_info(catalog.root, weights)
+    except (CheckpointError, UnsupportedError) as error:
+        hint = "\n".join(filter(None, (error.hint, way_out)))
+        raise type(error)(error.message, hint=hint, tries=error.tries) from error
+    given_file = find_model_file(place)
+    if given_file is None:
+        given = ModelInfo(own.family, own.args, _only_assets(place))
+    else:
+        given = _without_documents(read_model_info(place, weights), place)
+    if own_file.name == META_PARAMS and "max_seq_len" not in read_json(own_file):  # chosen by its readers
+        own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
+    own_fields = _fields(own, is_whole=has_all_fields(own_file))
+    given_fields = _fields(given, is_whole=given_file is not None and has_all_fields(given_file))
+    ours = {"family": model_type(own), **defining_numbers(own.args), **own_fields, **_sure_ids(own)}
+    theirs = {"family": model_type(given), **computed_numbers(given.args), **given_fields, **_sure_ids(given)}
+    problems = [
+        f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
+        for key, value in ours.items()
+        if key in theirs and value != theirs[key] and repr(value) != repr(theirs[key])  # NaN is not equal to itself
+    ]
+    problems += _other_tokenizer(own.assets, given.assets)
+    if problems:
+        raise ConfigError(
+            f"--model-from {place} contradicts {catalog.root}:" + list_offenders(problems),
+            hint=way_out,
+            tries=[f"titan verify {catalog.root} --accept, after a change"]
+            if (catalog.root / MANIFEST).exists()
+            else [],
+        )
+    if not has_all_fields(own_file) and not own.untranslated:
+        own = replace(own, untranslated=given.untranslated)
+    return _complete(own, given, catalog.root, place)
+
+
+def has_all_fields(file: Path) -> bool:
+    """Whether a file is transformers' config.json, where a missing field has its default."""
+    if file.name != HF_CONFIG:
+        return False
+    content = read_json(file)
+    return as_hf_config(content) is content
+
+
+def model_type(info: ModelInfo) -> str:
+    """The model's family, as transformers calls it: llama2 and llama3 are one.
+
+    Older versions of titan wrote llama3 for both.
+    """
+    return str(get_family(info.family).hf_config(info.args).get("model_type", info.family))
+
+
+def _only_assets(place: Path) -> dict[str, Path]:
+    """The tokenizer of a folder that does not describe a model. Raises CheckpointError where it has none either."""
+    folder = snapshot_of(place) if place.is_dir() else place.parent
+    assets = find_assets(folder)
+    refuse_links_out(folder, assets.values())
+    if not assets:
+        raise CheckpointError(
+            f"--model-from {place}: neither a tokenizer nor a file that describes a model",
+            hint="the checkpoint describes its model; --model-from can add a tokenizer",
+        )
+    return assets
+
+
+def _without_documents(info: ModelInfo, place: Path) -> ModelInfo:
+    """`info` without licence and model card, which belong to the weights of that folder."""
+    documents = find_documents(snapshot_of(place) if place.is_dir() else place.parent)
+    return replace(info, assets={name: path for name, path in info.assets.items() if name not in documents})
+
+
+def _fields(info: ModelInfo, *, is_whole: bool) -> dict[str, Any]:
+    """The fields of config.json that args do not hold. In a complete one a missing cosmetic field has its default."""
+    fields = {key: value for key, value in info.untranslated.items() if key not in TOKEN_IDS}
+    if not (is_whole or info.untranslated):
+        return fields
+    written = get_family(info.family).hf_config(info.args)
+    return {key: written[key] for key in COSMETIC if key in written} | fields
+
+
+def _sure_ids(info: ModelInfo) -> dict[str, Any]:
+    """The token ids without those that may be only the defaults of the config class."""
+    if HF_GENERATION_CONFIG in info.assets or not info.assets.keys().isdisjoint(TOKENIZERS):
+        return dict(info.token_ids)
+    return {key: id for key, id in info.token_ids.items() if id != CLASS_DEFAULTS.get(key)}
+
+
+def _other_tokenizer(own: Mapping[str, Path], given: Mapping[str, Path]) -> list[str]:
+    return [
+        f"{name}: {own[name]} and {given[name]} are different tokenizers"
+        for name in TOKENIZERS
+        if name in own and name in given and not _same_content(own[name], given[name])
+    ]
+
+
+def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> ModelInfo:
+    """`own` with the files and token ids that it lacks and `given` has."""
+    if problems := _other_tokenizer(own.assets, given.assets):
+        raise ConfigError(
+            f"--model-from {place} has another tokenizer than {root}:" + list_offenders(problems),
+            hint="remove the one that does not belong to the weights",
+        )
+    notes = []
+    added = {name: path for name, path in given.assets.items() if name not in own.assets}
+    ours, theirs = ({name for name in TOKENIZERS if name in info.assets} for info in (own, given))
+    if ours and theirs and not ours & theirs:  # of two kinds, which cannot be compared
+        added = {name: path for name, path in added.items() if name == HF_GENERATION_CONFIG}
+        notes.append(f"the tokenizer is the checkpoint's own ({', '.join(ours)}), not --model-from's")
+    others = sorted(name for name in given.assets.keys() & own.assets.keys() - set(TOKENIZERS))
+    if others := [name for name in others if not _same_content(own.assets[name], given.assets[name])]:
+        notes.append(f"--model-from has other contents in {', '.join(others)}; the checkpoint's own are used")
+    if (length := own.args.max_seq_len) != given.args.max_seq_len:
+        notes.append(f"max_seq_len is the checkpoint's own, {length}; --model-from has {given.args.max_seq_len}")
+    assets = {**own.assets, **added}
+    ids = {**own.token_ids, **_sure_ids(given), **_sure_ids(own)}
+    return replace(
+        own,
+        assets=assets,
+        token_ids=read_token_ids(assets, vocab_size=own.args.vocab_size, config=ids),
+        notes=(*own.notes, *notes),
+    )
+
+
+def _same_content(a: Path, b: Path) -> bool:
+    """Whether two files are equal, as JSON where they are JSON: transformers indents the files that it saves."""
+    one, other = a.read_bytes(), b.read_bytes()
+    if one == other or a.name == TIKTOKEN_MODEL or a.suffix != ".json":
+        return one == other
+    try:
+        parsed = [load_with_repeated_keys(text.decode("utf-8-sig"))[0] for text in (one, other)]
+    except (ValueError, RecursionError):
+        return False
+    for content in parsed:
+        if isinstance(content, dict):
+            content.pop(_VERSION, None)
+    return bool(parsed[0] == parsed[1])

@@ -1,0 +1,295 @@
+"""`titan_manifest.json`: the files and tensors of a complete checkpoint with their checksums. Written last.
+
+Its first line is the CRC32 of all bytes after that line, so that a flipped bit in the manifest is found, too.
+"""
+
+import json
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from converters.common.crc import crc32, join_crc32
+from converters.common.errors import CheckpointError, in_words, list_offenders
+from converters.common.names import EDITABLE, MANIFEST
+from converters.common.threads import deferred_signals
+from converters.store.digest import sum_of_rows
+from converters.store.paths import checked_file_name, refuse_links_out
+from converters.store.replace_file import replacing
+
+VERSION = 2
+_TEMPORARY = MANIFEST + ".tmp"
+_READ_BYTES = 1 << 20  # per reader: ranks check files before they load a model
+_PART_BYTES = 256 << 20  # parts of a large file that threads sum
+_NUM_READERS = 4
+_SMALL_BYTES = 16 << 20  # files up to this size are read for an error's list
+_REWRITE = "the manifest is damaged or was edited: use another copy, or check the files and rewrite it"
+T = TypeVar("T")
+_FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
+
+
+class OtherVersion(CheckpointError):
+    """A manifest of another version, or one whose version number is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """A file's size and the CRC32 of all its bytes."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSum:
+    """A tensor in the manifest. `digest` is "" where none was computed (see digest.py).
+
+    `digest_dtype` and `digest_shape`: of the values that the digest is of, where they are not `dtype` and `shape`:
+    those of codes times scales.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+    digest_dtype: str = ""
+    digest_shape: tuple[int, ...] = ()
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        return self.digest_shape or self.shape
+
+    @property
+    def sum_of_rows(self) -> int:
+        """The digest without the hash of dtype and shape (digest.sum_of_rows)."""
+        return sum_of_rows(self.digest, self.digest_dtype or self.dtype, self.values_shape)
+
+
+class DoAll(Protocol):
+    """Runs all of `works` in any order and returns their results in the order of `works`."""
+
+    def __call__(self, works: Sequence[Callable[[], T]]) -> list[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Tensors by FQN, files by their path inside the folder (with `/`).
+
+    `accepted`: it was rewritten after a change: it describes what the user accepted, not what titan wrote.
+    `selected`: the place, in the source, of the model that the weights are; "" where the source held one model.
+    """
+
+    tensors: Mapping[str, TensorSum]
+    files: Mapping[str, FileSum]
+    accepted: bool = False
+    selected: str = ""
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    tensors: Mapping[str, TensorSum],
+    files: Mapping[str, FileSum] | None = None,
+    accepted: bool = False,
+    selected: str = "",
+) -> Manifest:
+    """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
+    known = dict(files or {})
+    found = {name: known.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
+    if absent := sorted(known.keys() - found.keys()):
+        raise CheckpointError(f"{folder}: files of the manifest are missing:{list_offenders(absent)}")
+    manifest = Manifest(dict(tensors), found, accepted, selected)
+    body = _dump(manifest)
+    with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
+        temporary.write_bytes(b'{"crc32": %d,\n' % crc32(body) + body)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder; None where it has none (a checkpoint that someone else wrote)."""
+    path, tries = folder / MANIFEST, [f"titan verify {folder} --accept"]
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON: {in_words(error)}", hint=_REWRITE, tries=tries) from error
+    try:
+        if not _matches_itself(raw, content):
+            raise CheckpointError(f"{path}: does not match its own CRC32", hint=_REWRITE, tries=tries)
+        tensors = {
+            k: TensorSum(
+                t["dtype"], tuple(t["shape"]), t["digest"], t.get("digest_dtype", ""), tuple(t.get("digest_shape", ()))
+            )
+            for k, t in content["tensors"].items()
+        }
+        files = {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged ({in_words(error)})", hint=_REWRITE, tries=tries) from error
+    for name in files:
+        for part in name.split("/"):
+            checked_file_name(part, what=str(path))
+    return Manifest(tensors, files, content.get("accepted") is True, str(content.get("selected", "")))
+
+
+def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
+    claimed, version = content.pop("crc32"), content["version"]
+    if version == 1:  # of the first version: over the content, in any formatting
+        canonical = {key: content[key] for key in sorted(content)}
+        return bool(claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode()))
+    if version != VERSION:
+        raise OtherVersion(f"{MANIFEST}: version {version!r}; this titan knows version {VERSION}")
+    first = _FIRST_LINE.match(raw)
+    return first is not None and int(first[1]) == crc32(memoryview(raw)[first.end() :])
+
+
+def _dump(manifest: Manifest) -> bytes:
+    """Everything after the first line: one line for each tensor and file, for people and diff tools."""
+    tensors = [
+        f"  {json.dumps(fqn)}: "
+        + json.dumps(
+            {"dtype": entry.dtype, "shape": list(entry.shape), "digest": entry.digest}
+            | ({"digest_dtype": entry.digest_dtype} if entry.digest_dtype else {})
+            | ({"digest_shape": list(entry.digest_shape)} if entry.digest_shape else {})
+        )
+        for fqn, entry in manifest.tensors.items()
+    ]
+    files = [
+        f'  {json.dumps(name)}: {{"size": {entry.size}, "crc32": {entry.crc32}}}'
+        for name, entry in manifest.files.items()
+    ]
+    lines = [
+        f' "version": {VERSION},',
+        *([' "accepted": true,'] if manifest.accepted else []),
+        *([f' "selected": {json.dumps(manifest.selected)},'] if manifest.selected else []),
+        ' "tensors": {',
+        ",\n".join(tensors),
+        " },",
+        ' "files": {',
+        ",\n".join(files),
+    ]
+    return "\n".join([*lines, " }", "}", ""]).encode()
+
+
+def check_sizes(folder: Path) -> Manifest | None:
+    """Read the manifest and compare the sizes of its files: cheap enough for every open.
+
+    Raises CheckpointError where one differs.
+    """
+    manifest = read_manifest(folder)
+    if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
+        small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
+        refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
+        problems = [*broken.values(), *check_files(folder, small, manifest=manifest), *_added_files(folder, manifest)]
+        raise changed_since(folder, problems)
+    return manifest
+
+
+def changed_since(folder: Path, problems: Sequence[str], *, lost: str = "") -> CheckpointError:
+    """The error for a folder that differs from what titan wrote, on purpose or by damage."""
+    return CheckpointError(
+        f"{folder}: changed or damaged since titan wrote it:{list_offenders(problems)}",
+        hint=f"if the change was intended, accept it, which checks the files and rewrites {MANIFEST}; if not, use "
+        f"another copy{lost}",
+        tries=[f"titan verify {folder}", f"titan verify {folder} --accept"],
+    )
+
+
+def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
+    """Run `works` in a few threads and return their results."""
+    results = []
+    with deferred_signals() as deliver_signals, ThreadPoolExecutor(_NUM_READERS) as pool:
+        for result in pool.map(lambda work: work(), works):
+            deliver_signals()
+            results.append(result)
+    return results
+
+
+def check_files(
+    folder: Path,
+    names: Iterable[str] | None = None,
+    *,
+    manifest: Manifest | None = None,
+    do_all: DoAll = in_threads,
+) -> list[str]:
+    """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well.
+
+    `manifest`: the folder's, where it has been read already. `do_all` does the reading, a part of a file with each
+    call: processes may share it.
+    """
+    manifest = manifest or read_manifest(folder)
+    if manifest is None:
+        raise CheckpointError(f"{folder}: has no {MANIFEST}, so there is nothing to compare its files with")
+    wanted = list(manifest.files if names is None else names)
+    broken = _size_problems(folder, manifest, wanted)
+    problems = list(broken.values())
+    whole = [name for name in wanted if name not in broken]
+    parts = [(name, start) for name in whole for start in range(0, manifest.files[name].size or 1, _PART_BYTES)]
+    sums = dict.fromkeys(whole, 0)
+    reads = [partial(_sum_part, folder / name, start, manifest.files[name].size) for name, start in parts]
+    for (name, _), part in zip(parts, do_all(reads), strict=True):
+        sums[name] = join_crc32(sums[name], part.crc32, part.size)
+    for name in whole:
+        if sums[name] != manifest.files[name].crc32:
+            problems.append(f"{name}: its bytes have changed (CRC32)")
+    return problems if names is not None else problems + _added_files(folder, manifest)
+
+
+def _added_files(folder: Path, manifest: Manifest) -> list[str]:
+    return [f"{name}: not in the manifest" for name in files_to_keep(folder) if name not in manifest.files]
+
+
+def list_files(folder: Path) -> list[str]:
+    """Every file below `folder` but the manifest itself, as paths with `/`, sorted."""
+    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
+    return sorted(name for name in names if name not in (MANIFEST, _TEMPORARY))
+
+
+def files_to_keep(folder: Path) -> list[str]:
+    """The files that must not change: all but those that users edit."""
+    return [name for name in list_files(folder) if name not in EDITABLE]
+
+
+def sum_file(path: Path) -> FileSum:
+    """Read a file in blocks and sum it."""
+    return sum_range(path, 0, None)
+
+
+def _sum_part(path: Path, start: int, size: int) -> FileSum:
+    """Sum the part that begins at `start`; the last part extends to the current end of the file."""
+    return sum_range(path, start, _PART_BYTES if start + _PART_BYTES < size else None)
+
+
+def sum_range(path: Path, start: int, num_bytes: int | None) -> FileSum:
+    """Read `num_bytes` of a file from `start` on in blocks and sum them; None: up to its end."""
+    size = crc = 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while num_read := file.readinto(buffer if num_bytes is None else buffer[: num_bytes - size]):
+            crc = crc32(buffer[:num_read], crc)
+            size += num_read
+    return FileSum(size, crc)
+
+
+def _size_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
+    """File → problem, for files that are missing or have another size than in the manifest."""
+    problems = {}
+    for name in names:
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            problems[name] = f"{name}: missing"
+            continue
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would not end
+            problems[name] = f"{name}: not a regular file"
+        elif status.st_size != manifest.files[name].size:
+            problems[name] = f"{name}: {status.st_size:,} bytes instead of {manifest.files[name].size:,}"
+    return problems

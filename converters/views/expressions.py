@@ -1,0 +1,416 @@
+"""Expressions: a tensor as a small tree over tensors of a source, such as a stack of experts or a half of a matrix.
+
+Every node reads any box of its tensor and reads no more of the source than that box, up to a head of rows. A table of
+names is typed for one direction (rules.py); rule_expressions.py makes the trees of both directions from it: Take and
+Join, Stack and Index, HeadRows and HeadRows, Transpose and Transpose are each other's inverse.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from converters.common.box import Box, TensorSource
+from converters.common.dtypes import numpy_dtype
+from converters.views.fp8 import decode, num_blocks
+from converters.views.mxfp4 import BLOCK as MXFP4_BLOCK
+from converters.views.mxfp4 import CODE_BYTES
+from converters.views.mxfp4 import decode as decode_mxfp4
+
+Rows = Sequence[int]  # numbers of rows
+RowNumbers = Callable[[str, Rows], Rows]  # (FQN, rows as stored) → native rows (see digest.py)
+
+
+class Expression(Protocol):
+    """A node. It does not know its dtype and shape, which the view lists."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the source's tensors that it reads."""
+        ...
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a matrix that a block should hold together, because they are read together; 1: any block will do."""
+        ...
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        """The values of a box."""
+        ...
+
+    def renamed(self, rename: Callable[[str], str]) -> "Expression":
+        """The same over other tensors of the same shapes, such as an optimizer's moments."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the source, as it is."""
+
+    name: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        return source.read(self.name, box)
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return Source(rename(self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of q or k, moved within each head: halves (0, h/2)(1, h/2+1)… of the part to pairs (0, 1)(2, 3)…, or back.
+
+    Box of whole heads: reads exactly its own rows. Other boxes: at most one more head on each side.
+    """
+
+    part: Expression
+    head_dim: int
+    to_halves: bool  # the result is in halves, the part in pairs
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return max(self.head_dim, self.part.rows_together)
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        rows = np.arange(box.offsets[0], box.offsets[0] + box.sizes[0])
+        if not rows.size:
+            return self.part.read(source, box)
+        source_rows = self.moved(rows)
+        first, last = int(source_rows.min()), int(source_rows.max())
+        span = self.part.read(source, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
+        values: np.ndarray[Any, Any] = span[source_rows - first]
+        return values
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, part=self.part.renamed(rename))
+
+    def moved(self, rows: np.ndarray) -> np.ndarray:
+        """For each row, the part's row that it is read from."""
+        head, within = np.divmod(rows, self.head_dim)
+        found: np.ndarray[Any, Any] = head * self.head_dim + head_order(self.head_dim, to_halves=self.to_halves)[within]
+        return found
+
+
+@cache
+def head_order(head_dim: int, *, to_halves: bool) -> np.ndarray:
+    """For each row of a head in the one order, its row in the other."""
+    order = np.arange(head_dim).reshape(2, head_dim // 2).T.reshape(-1)
+    return np.argsort(order) if to_halves else order
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Tensors of one shape, stacked along a new dim 0."""
+
+    parts: tuple[Expression, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return max(part.rows_together for part in self.parts)
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        (first, *offsets), (count, *sizes) = box.offsets, box.sizes
+        if not count:
+            return self.parts[0].read(source, Box(tuple(offsets), (0,) * len(sizes))).reshape(0, *sizes)
+        within = Box(tuple(offsets), tuple(sizes))
+        values = self.parts[first].read(source, within)[None]
+        if count == 1:
+            return values
+        stacked = np.empty(box.sizes, values.dtype)
+        stacked[0] = values[0]
+        for number in range(1, count):
+            stacked[number] = self.parts[first + number].read(source, within)
+        return stacked
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return Stack(tuple(part.renamed(rename) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """One of the tensors that `part` is a stack of. `num_rows`: of each, along all but its last dim."""
+
+    part: Expression
+    number: int
+    num_rows: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return self.part.rows_together
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        values: np.ndarray[Any, Any] = self.part.read(source, Box((self.number, *box.offsets), (1, *box.sizes)))[0]
+        return values
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, part=self.part.renamed(rename))
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The part of a tensor that begins at `start` along `dim`."""
+
+    part: Expression
+    dim: int
+    start: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return self.part.rows_together
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        return self.part.read(source, _moved_along(box, self.dim, box.offsets[self.dim] + self.start))
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, part=self.part.renamed(rename))
+
+
+_AT_ONCE = 1 << 20  # elements of a part that is joined or transposed: a box needs a few MiB besides itself
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Parts, one after another along `dim`; `shape` is that of the whole."""
+
+    parts: tuple[Expression, ...]
+    dim: int
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...] = ()  # of the parts along `dim`; (): all are equal
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return max(part.rows_together for part in self.parts)
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        start, size = box.offsets[self.dim], self.shape[self.dim] // len(self.parts)
+        end, begin, made = start + box.sizes[self.dim], 0, None
+        for part, its in zip(self.parts, self.sizes or (size,) * len(self.parts), strict=True):
+            begin += its
+            first = max(start, begin - its)
+            count = min(end, begin) - first
+            if count < 0 or (count == 0 and start < end):
+                continue
+            if count == box.sizes[self.dim]:
+                return part.read(source, _moved_along(box, self.dim, first - (begin - its), count))
+            step = max(1, _AT_ONCE * box.sizes[self.dim] // max(1, box.num_elements))
+            for at in range(first, first + max(1, count), step):  # once where the part is empty, for its type
+                num = min(step, first + count - at)
+                piece = part.read(source, _moved_along(box, self.dim, at - (begin - its), num))
+                if made is None:
+                    made = np.empty(box.sizes, piece.dtype)
+                made[(slice(None),) * self.dim + (slice(at - start, at - start + num),)] = piece
+        assert made is not None  # of at least two parts
+        return made
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, parts=tuple(part.renamed(rename) for part in self.parts))
+
+
+# Rows that are read together, so that runs of the part are long. An odd multiple of 32: with one of 1024, as many lines
+# of the part would share few sets of a core's cache (3 GB/s are transposed, instead of 5).
+TRANSPOSED_ROWS = 31 * 32
+_STRIP_BYTES = 256  # of a row that is written at once: whole cache lines. 0.2 GB/s without strips
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """A tensor with its last two dims exchanged. A box reads its own elements, each once."""
+
+    part: Expression
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return TRANSPOSED_ROWS
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        (*lead, first_row, first_column), (*counts, rows, columns) = box.offsets, box.sizes
+        at_once, made = max(1, _AT_ONCE // max(1, rows)), None
+        for index in np.ndindex(*counts):
+            place = tuple(offset + number for offset, number in zip(lead, index, strict=True))
+            for start in range(0, max(1, columns), at_once):  # once where the box is empty, for its type
+                count = min(at_once, columns - start)
+                within = Box((*place, first_column + start, first_row), (*(1,) * len(place), count, rows))
+                read = np.ascontiguousarray(self.part.read(source, within)).reshape(count, rows)
+                if made is None:
+                    made = np.empty(box.sizes, read.dtype)
+                    bits = made.view(f"u{read.itemsize}")  # numpy is slow with the types of ml_dtypes
+                _transpose_into(bits[index][:, start : start + count], read.view(bits.dtype))
+        if made is None:  # no matrix
+            return self.part.read(source, _exchanged(box)).reshape(box.sizes)
+        return made
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return Transpose(self.part.renamed(rename))
+
+
+def _transpose_into(out: np.ndarray, matrix: np.ndarray) -> None:
+    strip = max(1, _STRIP_BYTES // matrix.itemsize)
+    for start in range(0, len(matrix), strip):
+        out[:, start : start + strip] = matrix[start : start + strip].T
+
+
+def _exchanged(box: Box) -> Box:
+    """The box of the transposed tensor."""
+    offsets, sizes = ((*numbers[:-2], numbers[-1], numbers[-2]) for numbers in (box.offsets, box.sizes))
+    return Box(offsets, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class AllZeros:
+    """Zeros of `dtype`, for a tensor that the source does not have."""
+
+    dtype: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        return np.zeros(box.sizes, numpy_dtype(self.dtype))
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """A matrix of float8 codes times the scales of its blocks of (rows, columns), in `dtype` (fp8.decode).
+
+    A box reads its own codes, and the scales of the blocks that it touches.
+    """
+
+    codes: Expression
+    scales: Expression
+    block: tuple[int, int]
+    dtype: str  # float32 or bfloat16
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.codes.sources, *self.scales.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return self.block[0]
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        codes = self.codes.read(source, box)
+        if not codes.size:
+            return np.empty(box.sizes, numpy_dtype(self.dtype))
+        first = tuple(offset // size for offset, size in zip(box.offsets, self.block, strict=True))
+        ends = (num_blocks(o + n, size) for o, n, size in zip(box.offsets, box.sizes, self.block, strict=True))
+        blocks = Box(first, tuple(end - start for end, start in zip(ends, first, strict=True)))
+        start = (box.offsets[0], box.offsets[1])
+        return decode(codes, self.scales.read(source, blocks), self.block, start=start, dtype=self.dtype)
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Blocks:
+    """A tensor [..., columns] of mxfp4 codes [..., blocks, 16] with their scales [..., blocks], in `dtype`.
+
+    A box reads the blocks that it touches.
+    """
+
+    codes: Expression
+    scales: Expression
+    dtype: str  # float32 or bfloat16
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.codes.sources, *self.scales.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        (*lead, column), (*counts, columns) = box.offsets, box.sizes
+        first = column // MXFP4_BLOCK
+        blocks = Box((*lead, first), (*counts, num_blocks(column + columns, MXFP4_BLOCK) - first))
+        codes = self.codes.read(source, Box((*blocks.offsets, 0), (*blocks.sizes, CODE_BYTES)))
+        values = decode_mxfp4(codes, self.scales.read(source, blocks), self.dtype)
+        start = column - first * MXFP4_BLOCK
+        found: np.ndarray[Any, Any] = values[..., start : start + columns]
+        return found
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
+
+
+def has_own_rows(expression: Expression) -> bool:
+    """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
+    if isinstance(expression, Take | Join | Transpose):
+        return True
+    match expression:
+        case HeadRows(part) | Index(part):
+            return has_own_rows(part)
+        case Stack(parts):
+            return any(map(has_own_rows, parts))
+    return False
+
+
+def source_rows(expression: Expression, rows: Rows) -> Rows:
+    """The numbers that rows have in the source's tensors. Each row must be one row of one of them, or of a Join.
+
+    Where the source is native, these are the numbers of a digest (see digest.py). A Join has its own: if its parts had
+    theirs, which are the same ones, a digest would not change where rows of two parts are exchanged. So has a
+    Transpose, whose rows are columns of its part.
+    """
+    match expression:
+        case HeadRows(part):
+            return source_rows(part, expression.moved(np.asarray(rows)).tolist())
+        case Index(part, number, num_rows):
+            first = number * num_rows
+            if isinstance(rows, range):
+                return source_rows(part, range(rows.start + first, rows.stop + first))
+            return source_rows(part, (np.asarray(rows) + first).tolist())
+    assert isinstance(expression, Source | AllZeros | Join | Transpose | Fp8Blocks | Mxfp4Blocks), (
+        f"{type(expression).__name__}: its rows are parts of others"
+    )
+    return rows
+
+
+def _moved_along(box: Box, dim: int, offset: int, size: int | None = None) -> Box:
+    """`box` with another offset, and possibly size, along one dim."""
+    sizes = box.sizes if size is None else (*box.sizes[:dim], size, *box.sizes[dim + 1 :])
+    return Box((*box.offsets[:dim], offset, *box.offsets[dim + 1 :]), sizes)

@@ -1,0 +1,262 @@
+"""What a user's module registers wrongly is refused with its file and line, before it is used."""
+
+import inspect
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from converters.common.errors import TitanError
+from converters.common.extensions import ExtensionError, check_call
+from converters.families import registry as families
+from converters.families.llama3 import LLAMA3
+from trainer.config.sections import Compile
+from trainer.data import datasets
+from trainer.data.datasets import open_dataset, register_dataset
+from trainer.data.samples import SourceSamples
+from trainer.loss import registry as losses
+from trainer.loss.install import choose_loss
+from trainer.loss.registry import register_loss
+from trainer.models import registry as models
+from trainer.models.llama3.model import Transformer
+from trainer.models.registry import TrainerFamily, check_parameters
+from trainer.observability import sinks
+from trainer.observability.sinks import LoggedRun, open_registered_sinks, register_metric_sink
+
+TINY = LLAMA3.flavors["debug_gqa"]
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch):
+    for module, name in ((families, "_FAMILIES"), (models, "_FAMILIES"), (losses, "_REGISTERED")):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+    monkeypatch.setattr(datasets, "_OPENERS", dict(datasets._OPENERS))
+    monkeypatch.setattr(sinks, "_REGISTERED", {})
+
+
+def refused_at(thing, call, *args, said: str, **more) -> None:
+    """The call is refused, with the line where `thing` is defined."""
+    with pytest.raises(ExtensionError, match=re.escape(said)) as raised:
+        call(*args, **more)
+    assert raised.value.exit_code == 2 and isinstance(raised.value, TitanError)
+    assert raised.value.message.startswith(f"{__file__}:{inspect.findsource(thing)[1] + 1}: ")
+
+
+class Counting:
+    fingerprint, vocab_size, unigram_entropy = "counting", 256, None
+
+    def __init__(self, path):
+        self.path = path
+
+    def tokens(self, split):
+        return np.arange(1000) % 256
+
+
+def takes_nothing():
+    return 0
+
+
+def takes_one(x):
+    return None
+
+
+class Sink:
+    def __init__(self, run):
+        self.seen, self.is_closed = [], False
+
+    def log(self, step, metrics):
+        self.seen.append(step)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("register", "args", "said"),
+    [
+        (register_dataset, ("mine", takes_nothing), "dataset 'mine' is called with (dataset_path): too many"),
+        (register_loss, ("mine", takes_one), "loss 'mine' is called with (logits, targets): too many"),
+        (register_metric_sink, ("mine", takes_nothing), "metric sink 'mine' is called with (run): too many"),
+        (models.register, ("mine", TrainerFamily(takes_nothing)), "`build_model` of family 'mine' is called with"),
+        (
+            families.register,
+            (replace(LLAMA3, name="mine", block=takes_one),),
+            "`block` of family 'mine' is called with (args, layer)",
+        ),
+        (
+            families.register,
+            (replace(LLAMA3, name="mine", parameters=takes_one),),
+            "`parameters` of family 'mine' returns None, not a list of Parameter",
+        ),
+    ],
+)
+def test_a_function_with_another_signature_is_refused_when_it_is_registered(register, args, said):
+    wrong = takes_nothing if "takes_nothing" in str(args) else takes_one
+    refused_at(wrong, register, *args, said=said)
+
+
+def test_what_cannot_be_called_and_what_has_no_signature():
+    with pytest.raises(ExtensionError, match="loss 'mine' is None, which cannot be called"):
+        register_loss("mine", None)
+    check_call(dict.fromkeys, ("keys",), "a function that is not written in Python")
+    with pytest.raises(ExtensionError, match="not a TrainerFamily"):
+        models.register("mine", takes_one)
+    with pytest.raises(ExtensionError, match="not a Family"):
+        families.register("mine")
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "vocab_size", "unigram_entropy", "tokens"])
+def test_a_dataset_that_lacks_something(name):
+    kept = {key: value for key, value in vars(Counting).items() if key != name and not key.startswith("__dict")}
+    Lacking = type("Lacking", (), kept)
+    register_dataset("mine", Lacking)
+    with pytest.raises(ExtensionError, match=f"dataset 'mine' has no {name}"):
+        open_dataset("mine", "1", vocab_size=256)
+
+
+def test_a_dataset_of_other_types():
+    register_dataset("mine", takes_one)
+    refused_at(takes_one, open_dataset, "mine", "1", vocab_size=256, said="dataset 'mine' is None")
+
+    class Named(Counting):
+        vocab_size = "256"
+
+    register_dataset("mine", Named)
+    with pytest.raises(ExtensionError, match="`vocab_size` of dataset 'mine' is '256', not an int"):
+        open_dataset("mine", "1", vocab_size=256)
+
+    class Other(Counting):
+        def tokens(self):
+            return np.arange(1000)
+
+    register_dataset("mine", Other)
+    refused_at(Other.tokens, open_dataset, "mine", "1", vocab_size=256, said="`tokens` of dataset 'mine' is called")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([1, 2, 3], "a list"),
+        (np.ones(9), "an array of float64 of shape (9,)"),
+        (np.ones((3, 3), int), "an array of int64 of shape (3, 3)"),
+    ],
+)
+def test_tokens_of_another_type(tokens, found):
+    class Other(Counting):
+        def tokens(self, split):
+            return tokens
+
+    refused_at(Other.tokens, SourceSamples, Other("1"), "train", seq_len=2, seed=0, said=f"`tokens` returned {found}")
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda logits, targets: logits.sum().item(), "a float"),
+        (lambda logits, targets: logits.sum(-1), "a tensor of float32 of shape [2, 3]"),
+        (lambda logits, targets: logits.bfloat16().sum(), "a tensor of bfloat16 of shape []"),
+        (lambda logits, targets: logits.detach().sum(), "a number that does not depend on the logits"),
+    ],
+)
+def test_a_loss_that_is_not_one_number(loss, found):
+    register_loss("mine", loss)
+    logits, targets = torch.ones(2, 3, 4, requires_grad=True), torch.zeros(2, 3, dtype=torch.int64)
+    refused_at(loss, choose_loss("mine", Compile(), None), logits, targets, said=f"loss 'mine' returned {found}")
+    register_loss("mine", lambda logits, targets: logits.sum())
+    assert choose_loss("mine", Compile(), None)(logits, targets) == 24
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("norm", "the model of family 'llama3' has no norm"),
+        ("layers.0.attention", "layer 0 of the model of family 'llama3' has no attention"),
+        ("layers.1.attention.inner_attention", "the attention of layer 1 of the model of family 'llama3' has no inner"),
+    ],
+)
+def test_a_model_that_lacks_a_module(path, said):
+    with torch.device("meta"):
+        model = Transformer(TINY)
+    owner, _, name = path.rpartition(".")
+    delattr(model.get_submodule(owner), name)
+    with pytest.raises(ExtensionError, match=re.escape(said)):
+        check_parameters(model, LLAMA3.parameters(TINY), family="llama3")
+
+
+def test_a_model_with_another_forward():
+    class Other(Transformer):
+        def forward(self, x):
+            return x
+
+    with torch.device("meta"):
+        model = Other(TINY)
+    said = "`forward` of the model of family 'llama3' is called with (x, positions, documents)"
+    refused_at(Other.forward, check_parameters, model, LLAMA3.parameters(TINY), family="llama3", said=said)
+    models.register("llama3", TrainerFamily(takes_one))
+    refused_at(takes_one, check_parameters, None, [], family="llama3", said="the model of family 'llama3' is None")
+
+
+RUN = LoggedRun(None, {}, 0)
+
+
+@pytest.mark.parametrize("name", ["log", "close"])
+def test_a_sink_that_lacks_something_or_takes_other_arguments(name):
+    Lacking = type("Lacking", (), {"__init__": Sink.__init__, "log": Sink.log, "close": Sink.close} | {name: None})
+    delattr(Lacking, name)
+    register_metric_sink("mine", Lacking)
+    with pytest.raises(ExtensionError, match=f"metric sink 'mine' has no {name}"):
+        open_registered_sinks(RUN)
+    Other = type("Other", (Sink,), {name: takes_nothing})
+    register_metric_sink("mine", Other)
+    refused_at(takes_nothing, open_registered_sinks, RUN, said=f"`{name}` of metric sink 'mine' is called with")
+    register_metric_sink("mine", lambda run: None)
+    with pytest.raises(ExtensionError, match="metric sink 'mine' is None"):
+        open_registered_sinks(RUN)
+
+
+@pytest.mark.parametrize("raises", ["open", "log", "close"])
+def test_a_sink_that_raises_is_switched_off_and_reported_once(raises, capsys):
+    made = []
+
+    class Raising(Sink):
+        def __init__(self, run):
+            super().__init__(run)
+            made.append(self)
+            if raises == "open":
+                raise ConnectionError("no server")
+
+        def log(self, step, metrics):
+            super().log(step, metrics)
+            metrics.clear()
+            if raises == "log":
+                raise ConnectionError("no server")
+
+        def close(self):
+            super().close()
+            raise ConnectionError("no server")
+
+    register_metric_sink("raising", Raising)
+    register_metric_sink("good", lambda run: made.append(Sink(run)) or made[-1])
+    opened = open_registered_sinks(RUN)
+    metrics = {"loss": 1.0}
+    for step in (1, 2, 3):
+        for sink in opened:
+            sink.log(step, metrics)
+    for sink in opened:
+        sink.close()
+    raising, good = made
+    assert good.seen == [1, 2, 3] and good.is_closed and metrics == {"loss": 1.0}
+    assert raising.seen == {"open": [], "log": [1], "close": [1, 2, 3]}[raises]
+    assert raising.is_closed == (raises != "open")
+    said = capsys.readouterr().err
+    assert said.count("no server") == 1 and "'raising' is switched off, training continues without it" in said
+
+
+def test_an_instance_of_titan_s_own_needs_no_source_of_its_own():
+    with pytest.raises(ExtensionError, match=r"types\.SimpleNamespace: it has no x"):
+        from converters.common.extensions import check_attributes
+
+        check_attributes(SimpleNamespace(), ("x",), "it")

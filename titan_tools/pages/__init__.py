@@ -1,0 +1,1 @@
+"""What commands print and draw: conversions, differences, inspections, dry runs, curves of runs."""

@@ -1,0 +1,102 @@
+"""Print the page of `titan train --dry-run`: layout, parameters, bytes and collectives of one rank."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from converters.common.errors import ConfigError
+from converters.common.fold import fold_texts
+from converters.common.sizes import format_bytes
+from converters.layout.mesh_shape import AXES
+from titan_tools.terminal.console import count, current_work, note, print_json, table
+from trainer.config.sections import Config
+from trainer.config.show import unread
+from trainer.job.job import Job, resolve_job
+from trainer.parallel.experts import has_experts
+
+if TYPE_CHECKING:
+    from trainer.dry_run import DryRun
+
+
+def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: int, as_json: bool) -> None:
+    """Check, build and trace one rank, and print what was found. Raises ConfigError with every problem."""
+    job = resolve_job(config, world_size)
+    if rank >= job.dims.world_size:
+        raise ConfigError(f"--rank {rank}: the job has ranks 0 to {job.dims.world_size - 1}")
+    for line in unread(config):
+        note(f"not read: {line}")
+    with current_work() as say:
+        say(f"{config.model.name} {config.model.flavor} on {count(job.dims.world_size, 'rank')}: importing torch")
+        from trainer.dry_run import dry_run  # the errors above do not need torch
+
+        say(f"building rank {rank} and running a step")
+        found = dry_run(job, rank=rank)
+    if as_json:
+        print_json(as_record(config, found))
+    else:
+        _print(job, found)
+
+
+def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
+    """The same as one JSON object."""
+    plain = {key: getattr(found, key) for key in found.__slots__ if key not in ("dims", "coordinates", "collectives")}
+    return {
+        "model": f"{config.model.name} {config.model.flavor}",
+        "world_size": found.dims.world_size,
+        "mesh": asdict(found.dims),
+        "coordinates": asdict(found.coordinates),
+        **plain,
+        "collectives": [
+            {"axis": axis, "kind": kind, **asdict(traffic)} for (axis, kind), traffic in found.collectives.items()
+        ],
+    }
+
+
+def _print(job: Job, found: "DryRun") -> None:
+    dims, at, uses_experts = found.dims, found.coordinates, has_experts(job.family, job.args)
+    active = f" ({job.num_active_parameters:,} active)" if uses_experts else ""
+    model = f"{job.config.model.name} {job.config.model.flavor}, {found.model_parameters:,} parameters{active}"
+    print(f"{model}, on {count(dims.world_size, 'rank')}")
+    place = ", ".join(
+        f"{axis} {getattr(at, axis)} of {getattr(dims, axis)}" for axis in AXES if getattr(dims, axis) > 1
+    )
+    print(f"mesh          {dims}")
+    if dims.ep > 1:
+        print(f"experts       {dims.of_experts}; ep rank {at.ep}, etp rank {at.etp}")
+    print(f"rank {found.rank:<8} {place or 'the only one'}")
+    for stage, modules in found.stages.items():
+        print(f"stage         {stage} of {found.num_stages}: {', '.join(fold_texts(modules))}")
+    samples = f"{count(found.samples_per_step, 'sample')}, {found.tokens_per_step:,} tokens"
+    accumulated = f"; {found.num_accumulated} forward and backward passes" if found.num_accumulated > 1 else ""
+    microbatches = f"; {found.num_microbatches} microbatches each" if found.num_microbatches > 1 else ""
+    print(f"step          {samples}{accumulated}{microbatches}")
+    print(f"steps         {found.steps:,}, {found.steps * found.tokens_per_step:,} tokens")
+    if job.documents.mask != "none":
+        print(f"documents     attention within each; mask: {job.documents.mask}, packing: {job.documents.packing}")
+    print()
+    total = found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
+    table(
+        ("on this rank", "size"),
+        [
+            (f"parameters ({found.rank_parameters:,})", format_bytes(found.parameter_bytes)),
+            ("gradients", format_bytes(found.gradient_bytes)),
+            ("optimizer states", format_bytes(found.optimizer_bytes)),
+            ("together", format_bytes(total)),
+        ],
+    )
+    if found.communicators:
+        shared = [" = ".join(dict.fromkeys((name, *axes))) for name, axes in found.communicators.items()]
+        print(f"\n{count(len(shared), 'communicator')}: {', '.join(shared)}")
+    print("\nCollectives of one step, as this rank issues them")
+    table(
+        ("axis", "kind", "calls", "size"),
+        [
+            (axis, kind, traffic.calls, format_bytes(traffic.bytes))
+            for (axis, kind), traffic in found.collectives.items()
+        ],
+    )
+    note("sizes of collectives: the larger side, which is gathered output or scattered input")
+    if dims.ep > 1:
+        note("sizes of all-to-all: what this rank sends, to itself too, where tokens are spread evenly over experts")
+    for line in found.left_out:
+        note(f"left out: {line}")
+    note("activations are not counted: titan estimate-memory estimates the peak")

@@ -1,0 +1,1 @@
+"""The terminal and the shell: output, completion, Ctrl-C, errors of the machine."""

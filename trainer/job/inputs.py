@@ -1,0 +1,295 @@
+"""Check what a run needs before it starts: this machine, its folders, tokenizer, data, checkpoints. Torch-free.
+
+`titan train` makes these checks before any rank starts, `titan config check` makes the same. Ranks repeat those whose
+answer may differ on another machine or change in between.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from converters.common.dtypes import itemsize
+from converters.common.errors import CheckpointError, ConfigError, TitanError, list_offenders
+from converters.common.names import DATALOADER
+from converters.model.model_info import ModelInfo
+from converters.source.open import open_checkpoint
+from converters.source.weights import open_native
+from converters.store.commit import require_space
+from trainer.checkpoints.export_plan import export_folders, look_at_exports
+from trainer.checkpoints.problems import bytes_of_state, initial_path, is_saving
+from trainer.checkpoints.recorded import first_recorded, read_data_position
+from trainer.checkpoints.resumable import has_intact_small_files, refuse_not_resumable, refuse_unfit_step
+from trainer.checkpoints.run_lock import refuse_other_run
+from trainer.checkpoints.step_folders import (
+    list_steps,
+    no_usable_step,
+    refuse_foreign,
+    size_problem,
+    step_folder,
+    steps_aside,
+    steps_to_load,
+)
+from trainer.config.sections import Training, Validation
+from trainer.data.datasets import check_dataset, open_dataset, open_mixture
+from trainer.data.document_ends import with_end_token
+from trainer.data.index import HELD_OUT, TRAIN
+from trainer.data.kinds import TOKENS
+from trainer.data.position import POSITION_KEYS, refuse_other_position
+from trainer.data.sample import DocumentRules
+from trainer.data.samples import MixedSamples, SourceSamples, Weighted, refuse_too_few, refuse_too_many_steps
+from trainer.job.chosen_model import (
+    chosen_model,
+    refuse_other_form,
+    refuse_other_model,
+    selected_by_setting,
+    tokenizer_folder,
+)
+from trainer.job.dump_folder import check_config_file, try_dump_folder
+from trainer.job.hardware import check_hardware
+from trainer.job.job import Job
+from trainer.job.memory_bound import is_in_gpus, too_large_for_host
+from trainer.job.resume import resumed_job
+from trainer.ranks.machine import Device
+
+_DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
+_Check = Callable[[], str | None]  # raises a TitanError, or returns what it could not check
+
+
+@dataclass(slots=True)
+class Checked:
+    """A run that nothing was found against, but what is listed."""
+
+    job: Job  # with what a resumed run keeps of its checkpoint
+    resumes_from: Path | None = None
+    too_large: TitanError | None = None  # for the memory of this machine
+    not_here: list[TitanError] = field(default_factory=list)  # what else this machine lacks
+    open_points: list[str] = field(default_factory=list)  # what could not be checked
+
+
+class _Inputs:
+    """What several checks need of a job's tokenizer, read once: a large one takes a second."""
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    @cached_property
+    def tokenizer(self) -> Path:
+        return tokenizer_folder(self.job.config.model, self.job.config.training)
+
+    @cached_property
+    def info(self) -> ModelInfo:
+        return chosen_model(self.job)
+
+    @cached_property
+    def documents(self) -> DocumentRules:
+        return with_end_token(self.job.documents, self.tokenizer)
+
+
+def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) -> Checked:
+    """Raise what training would refuse: one error, or a ConfigError that lists them. Leaves nothing behind.
+
+    `device`: of this machine's ranks; None if it is not known without torch, which is then not installed.
+    `has_all_files`: otherwise a missing file that only a preset or a default names counts as not checked.
+    """
+    refused: dict[str, TitanError] = {}
+    checked, found = Checked(job), _Inputs(job)
+    open_points: dict[str, None] = {}
+    for keys, check in _checks(job, found):
+        try:
+            if left_open := check():
+                open_points[left_open] = None
+        except TitanError as error:
+            if has_all_files or any(not job.config.origins.get(key, "preset").startswith("preset") for key in keys):
+                refused.setdefault(error.message, error)
+            else:
+                open_points[f"{error.message} (named by a default or a preset)"] = None
+    if not refused:  # what a checkpoint is compared with is known to be right
+        try:
+            checked.job, checked.resumes_from = _check_start(job, found)
+        except TitanError as error:
+            refused[error.message] = error
+    raise_all([*refused.values()])
+    has_gpus = device is not None and device.type == "cuda"
+    if not is_in_gpus(job, has_gpus=has_gpus):
+        checked.too_large = too_large_for_host(job)
+    for check in _machine_checks(job, device):
+        try:
+            if left_open := check():
+                open_points[left_open] = None
+        except TitanError as error:
+            checked.not_here.append(error)
+    checked.open_points = [*open_points]
+    return checked
+
+
+def raise_all(errors: list[TitanError]) -> None:
+    """Raise one error as it is, and several as one."""
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError(
+            f"training would fail, {len(errors)} problems:" + list_offenders([error.message for error in errors]),
+            tries=list(dict.fromkeys(line for error in errors for line in error.tries)),
+        )
+
+
+def _checks(job: Job, found: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]]:
+    """Checks, each with the config keys that it depends on."""
+    config = job.config
+    training, validation = config.training, config.validation
+
+    def check_data(name: str, path: str | None, section: str) -> str:
+        return check_dataset(
+            name,
+            path,
+            split=TRAIN if section == "training" else HELD_OUT,
+            vocab_size=job.args.vocab_size,
+            tokenizer=found.tokenizer,
+            needs_offsets=job.documents.needs_offsets,
+        )
+
+    yield ("training.document_mask",), partial(_check_end_token, found)
+    yield ("job.dump_folder",), partial(_check_folders, job)
+    yield ("model.hf_assets_path",), partial(_check_tokenizer, found)
+    for section, settings in (("training", training), ("validation", validation)):
+        if section == "validation" and not validation.enable:
+            continue
+        keys = tuple(f"{section}.{key}" for key in _DATA_KEYS) + (
+            ("validation.enable",) if settings is validation else ()
+        )
+        for path in dict(settings.dataset_mix) or (settings.dataset_path,):
+            yield keys, partial(check_data, settings.dataset, path, section)
+        if settings.dataset == TOKENS:
+            yield keys, partial(_check_samples, found, settings)
+    yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, found)
+
+
+def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
+    """What depends on this machine: another one may run the job."""
+    config = job.config
+
+    def disk() -> None:
+        num_bytes = bytes_of_state(job.num_parameters, itemsize(config.training.dtype))
+        require_space(Path(config.job.dump_folder) / config.checkpoint.folder, num_bytes)
+
+    def hardware() -> str:
+        try:
+            if device is not None:
+                check_hardware(config, device)
+                return ""
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+        return "this machine's GPUs and compiler: torch is not installed"
+
+    if is_saving(config.checkpoint):
+        yield disk
+    yield hardware
+
+
+def _check_folders(job: Job) -> None:
+    config = job.config
+    dump_folder = Path(config.job.dump_folder)
+    try_dump_folder(dump_folder)
+    check_config_file(config)
+    if is_saving(config.checkpoint):
+        refuse_foreign(dump_folder / config.checkpoint.folder)
+        refuse_other_run(dump_folder / config.checkpoint.folder)
+
+
+def _check_tokenizer(found: _Inputs) -> None:
+    _ = found.info
+
+
+def _check_end_token(found: _Inputs) -> None:
+    _ = found.documents
+
+
+def _check_exports(found: _Inputs) -> None:
+    config = found.job.config
+    folders = export_folders(Path(config.job.dump_folder), config.checkpoint)
+    look_at_exports(folders, found.info, dtype=config.checkpoint.export_dtype)
+
+
+def _check_position(found: _Inputs, path: Path) -> None:
+    """The position in an index; that in a text is compared when it has been tokenized."""
+    job = found.job
+    training, state = job.config.training, dict[str, Any]()
+    with suppress(CheckpointError):  # a damaged file: loading takes the step before
+        state = read_data_position(path)
+    if training.dataset != TOKENS or job.documents.packing == "best_fit" or not state:
+        return
+    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": found.documents}
+    vocab_size = job.args.vocab_size
+    samples: MixedSamples | SourceSamples
+    if training.dataset_mix:
+        sources = open_mixture(training.dataset, training.dataset_mix, vocab_size=vocab_size)
+        samples = MixedSamples(sources, TRAIN, **keys)
+    else:
+        source = open_dataset(training.dataset, training.dataset_path, vocab_size=vocab_size)
+        samples = SourceSamples(source, TRAIN, **keys)
+    expected = {**dict.fromkeys(POSITION_KEYS), "fingerprint": samples.fingerprint_of(samples.cut), "seed": job.seed}
+    refuse_other_position(state, expected, samples)
+
+
+def _check_samples(found: _Inputs, settings: Training | Validation) -> None:
+    """The sources of a mixture together, and the number of samples; packing them takes too long."""
+    job, config = found.job, found.job.config
+    vocab_size, is_training = job.args.vocab_size, settings is config.training
+    if settings.dataset_mix:
+        sources = open_mixture(settings.dataset, settings.dataset_mix, vocab_size=vocab_size)
+    else:
+        path = settings.dataset_path
+        sources = [Weighted(str(path), open_dataset(settings.dataset, path, vocab_size=vocab_size), 1.0)]
+    if job.documents.packing == "best_fit":
+        return
+    batch_size = job.samples_per_step if is_training else config.validation.local_batch_size * job.dims.batch
+    for source in sources:
+        samples = SourceSamples(
+            source.source,
+            TRAIN if is_training else HELD_OUT,
+            seq_len=settings.seq_len,
+            seed=job.seed,
+            documents=found.documents,
+        )
+        if settings is config.validation:
+            num_batches = samples.num_samples // batch_size
+            refuse_too_many_steps(config.validation.steps, num_batches, name=source.name, batch_size=batch_size)
+        refuse_too_few(samples, 1 if is_training and settings.dataset_mix else batch_size)
+
+
+def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
+    """What the run goes on from: the job with what it keeps, and the checkpoint; None if the run is new."""
+    config, settings = job.config, job.config.checkpoint
+    folder, initial = Path(config.job.dump_folder) / settings.folder, initial_path(settings, config.model)
+    if settings.enable and steps_aside(folder):  # of a killed save, which the run puts back first
+        return job, None
+    steps = steps_to_load(folder, list_steps(folder), settings.load_step) if settings.enable else []
+    if not steps and not initial:
+        return job, None
+    wanted, excluded = found.info, settings.exclude_from_loading
+    problems = {path: size_problem(path) for path in (step_folder(folder, step) for step in steps)}
+    whole = [path for path, problem in problems.items() if not problem]
+    if whole and not has_intact_small_files(whole[0]):
+        return job, None
+    if whole:
+        refuse_unfit_step(whole[0], wanted, config)
+    elif problems:
+        raise no_usable_step(folder, [f"{path.name}: {problem}" for path, problem in problems.items()])
+    elif initial:
+        select = settings.initial_load_select
+        with selected_by_setting(), open_native(initial, select=select, otherwise=wanted) as weights:
+            refuse_other_model(weights.info, wanted, initial)
+            if settings.initial_load_model_only:
+                refuse_other_form(weights, initial, settings)
+            else:
+                refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
+                whole = [initial]
+    if whole and DATALOADER not in excluded:
+        _check_position(found, whole[0])
+    if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
+        job = resumed_job(job, recorded, say=lambda line: None)
+    return job, whole[0] if whole else None

@@ -1,0 +1,63 @@
+"""The first lines of a run: what is trained, where, how, and where its results go. Torch-free."""
+
+from pathlib import Path
+
+from converters.common.names import METRICS_FILE
+from trainer.checkpoints.problems import is_saving
+from trainer.config.sections import Config
+from trainer.job.inputs import Checked
+from trainer.job.job import Job
+from trainer.parallel.float8 import is_float8
+
+
+def header_lines(checked: Checked, *, device: str) -> list[str]:
+    """Aligned lines. `device`: the name of what one rank computes on."""
+    job, config = checked.job, checked.job.config
+    ranks = job.dims.world_size
+    rows = {
+        "model": _model(job),
+        "mesh": f"{ranks:,} ranks on {device}: {job.dims}" if ranks > 1 else f"1 rank on {device}",
+        "step": _step(job),
+        "precision": _precision(config),
+        "checkpoints": _checkpoints(config, checked.resumes_from),
+        "metrics": _metrics(config),
+    }
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {value}" for name, value in rows.items()]
+
+
+def _model(job: Job) -> str:
+    total, active = job.num_parameters, job.num_active_parameters
+    return f"{job.config.model.name} {job.config.model.flavor}, {total:,} parameters" + (
+        f", {active:,} active" if active != total else ""
+    )
+
+
+def _step(job: Job) -> str:
+    samples = f"{job.samples_per_step:,} sample{'s' if job.samples_per_step > 1 else ''}"
+    text = f"{samples} of {job.config.training.seq_len:,} tokens: {job.tokens_per_step:,} tokens"
+    return text + (f", in {job.num_accumulated:,} passes" if job.num_accumulated > 1 else "")
+
+
+def _precision(config: Config) -> str:
+    compute, weights = config.training.mixed_precision_param, config.training.dtype
+    float8 = f"float8 ({config.float8.recipe_name or 'tensorwise'}), " if is_float8(config.model) else ""
+    return float8 + compute + (f", weights in {weights}" if weights != compute else "")
+
+
+def _checkpoints(config: Config, resumes_from: Path | None) -> str:
+    settings, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
+    if not settings.enable:
+        return "none: checkpoint.enable is false"
+    how = f"every {settings.interval:,} steps" if is_saving(settings) else "only loaded"
+    return f"{folder}, {how}" + (f"; resumes from {resumes_from.name}" if resumes_from else "")
+
+
+def _metrics(config: Config) -> str:
+    dump, metrics = Path(config.job.dump_folder), config.metrics
+    places = [str(dump / METRICS_FILE)]
+    if metrics.enable_tensorboard:
+        places.append(f"TensorBoard in {dump / metrics.save_tb_folder}")
+    if metrics.enable_wandb:
+        places.append("Weights & Biases")
+    return ", ".join(places)

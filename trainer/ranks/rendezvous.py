@@ -1,0 +1,324 @@
+"""Join the ranks that a launcher has started: its variables, the store where ranks meet, and why a rank cannot join.
+
+torch's own rendezvous reports these problems by tracebacks, waits for an address that does not resolve longer than its
+timeout, and for one that answers otherwise without an end.
+"""
+
+import errno
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import TYPE_CHECKING, Any, cast
+
+from converters.common.errors import ConfigError, TitanError, list_offenders
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_RETRY_SECS = 0.5
+_POLL_SECS = 0.05
+_GRACE_SECS = 1.0  # for the other ranks to read what rank 0 found, before the store ends with it
+_WHO_SETS_THEM = (
+    "torchrun sets these variables for each rank, and `titan train` and `titan infer --tp` where they start ranks"
+)
+
+
+class CannotJoin(ConfigError):
+    """The address where ranks meet cannot be used."""
+
+
+class LostRank(TitanError):
+    """Another rank has not joined in time, has ended, or hangs."""
+
+    exit_code = 3
+    kind = "rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher's variables say of this rank."""
+
+    rank: int
+    world_size: int
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """This rank of a launch; None outside of one. Raises ConfigError with all of its variables that are wrong."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    numbers, problems = {}, []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = environment.get(name)
+        if value is not None and value.strip().isdecimal():
+            numbers[name] = int(value)
+        elif value is not None:
+            problems.append(f"{name} = {value!r} is not a number")
+        elif name in ("RANK", "WORLD_SIZE"):
+            problems.append(f"{name} is not set")
+    for size in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        rank = size.replace("WORLD_SIZE", "RANK")
+        if numbers.get(size) == 0:
+            problems.append(f"{size} = 0 is no number of ranks")
+        elif size in numbers and numbers.get(rank, 0) >= numbers[size]:
+            problems.append(f"{rank} = {numbers[rank]} is not one of the {numbers[size]} ranks of {size}")
+    if numbers.get("LOCAL_WORLD_SIZE", 0) > numbers.get("WORLD_SIZE", 1 << 30):
+        problems.append(f"LOCAL_WORLD_SIZE = {numbers['LOCAL_WORLD_SIZE']} is more than WORLD_SIZE")
+    if problems:
+        raise _wrong_variables(problems)
+    return Launched(numbers["RANK"], numbers["WORLD_SIZE"])
+
+
+def _wrong_variables(problems: list[str]) -> ConfigError:
+    message = problems[0] if len(problems) == 1 else "variables of the launcher are wrong:" + list_offenders(problems)
+    return ConfigError(message, hint=_WHO_SETS_THEM, tries=["unset RANK WORLD_SIZE, to let titan start the ranks"])
+
+
+def join_group(
+    backend: str, *, timeout: timedelta, environment: Mapping[str, str] = os.environ, **options: Any
+) -> None:
+    """Join the default process group that the launcher's variables describe, within `timeout`.
+
+    `options`: of `init_process_group`. Raises ConfigError for a variable, an address or a port that is wrong, and
+    LostRank where other ranks do not join.
+    """
+    import torch.distributed as dist
+
+    store, own = join_store(timeout)
+    with explained_connections():
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", store),  # type: ignore[attr-defined]  # torch's own prefix
+            rank=own.rank,
+            world_size=own.world_size,
+            timeout=timeout,
+            **options,
+        )
+
+
+def join_store(timeout: timedelta, environment: Mapping[str, str] = os.environ) -> "tuple[Store, Launched]":
+    """The store at MASTER_ADDR, once all ranks are there."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    own = launched(environment)
+    if own is None:
+        raise _wrong_variables(["RANK is not set", "WORLD_SIZE is not set"])
+    address, port = _place(environment, own.world_size)
+    hosts = own.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if hosts and port:
+        with _listening(port):
+            _reach(address, port, own, deadline, hosts=True)
+    elif not hosts:
+        _reach(address, port, own, deadline, hosts=False)
+    store = _open_store(address, port, own, deadline, hosts=hosts, environment=environment)
+    _meet(store, own, deadline, attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    store.set_timeout(timeout)
+    return store, own
+
+
+def _place(environment: Mapping[str, str], world_size: int) -> tuple[str, int]:
+    """Address and port of the store. A single rank may leave the choice of the port to the system: 0."""
+    address, port = environment.get("MASTER_ADDR", "").strip(), environment.get("MASTER_PORT", "").strip()
+    problems = [] if address else ["MASTER_ADDR is not set: the host of rank 0"]
+    if not port:
+        problems.append("MASTER_PORT is not set: a free port on the host of rank 0")
+    elif not port.isdecimal() or not (world_size > 1) <= int(port) < 1 << 16:
+        problems.append(f"MASTER_PORT = {port!r} is not a port: a number from 1 to 65535")
+    if problems:
+        raise _wrong_variables(problems)
+    return address, int(port)
+
+
+@contextmanager
+def _listening(port: int) -> Iterator[None]:
+    """Context in which the port of the store, which opens it later, accepts connections."""
+    try:
+        listener = _listener(port)
+    except OSError as error:
+        raise CannotJoin(
+            f"rank 0 cannot listen on MASTER_PORT = {port}: {os.strerror(error.errno or 0)}",
+            hint="another run, or another program, uses this port of the host",
+            tries=["MASTER_PORT=another port, the same for all ranks (torchrun: --master-port, --rdzv-endpoint)"],
+        ) from None
+    with listener:
+        yield
+
+
+def _listener(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return socket.create_server(("", port))  # IPv6 may be switched off
+
+
+def _reach(address: str, port: int, own: Launched, deadline: float, *, hosts: bool) -> None:
+    """Wait until the address can be connected to. Raises CannotJoin at the deadline."""
+    failure = "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        found: list[Any] = []
+        # In a thread: a name server that does not answer takes longer than any timeout
+        attempt = Thread(target=_connect, args=(address, port, left, found), daemon=True)
+        attempt.start()
+        attempt.join(left)
+        if found == [None]:
+            return
+        if found:
+            failure = found[0]
+        time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
+    whose = "its own port by" if hosts else "the other ranks at"
+    raise CannotJoin(
+        f"rank {own.rank} cannot reach {whose} MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {failure}",
+        hint="MASTER_ADDR is the host of rank 0"
+        + ("" if hosts else ", which must have started and listen on that port (firewalls?)"),
+        tries=["MASTER_ADDR=host or address of rank 0, the same for all ranks (torchrun: --rdzv-endpoint HOST:PORT)"],
+    )
+
+
+def _connect(address: str, port: int, secs: float, found: list[Any]) -> None:
+    """Append None where the address accepts a connection, else why not."""
+    try:
+        socket.create_connection((address, port), timeout=secs).close()
+        found.append(None)
+    except socket.gaierror as error:
+        found.append(f"the name does not resolve ({error.strerror})")
+    except (OSError, UnicodeError) as error:
+        found.append(getattr(error, "strerror", None) or str(error))
+
+
+def _open_store(
+    address: str, port: int, own: Launched, deadline: float, *, hosts: bool, environment: Mapping[str, str]
+) -> "Store":
+    """A client of the store, on its host with the store itself. Raises CannotJoin at the deadline."""
+    import torch.distributed as dist
+
+    left = max(1.0, deadline - time.monotonic())
+    found: list[Any] = []
+
+    def connect() -> None:
+        try:
+            found.append(
+                dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
+                    address,
+                    port,
+                    own.world_size,
+                    hosts,
+                    timedelta(seconds=left),
+                    wait_for_workers=False,  # `_meet` knows which ranks are missing
+                    multi_tenant=hosts,
+                    use_libuv=environment.get("USE_LIBUV", "1") == "1",
+                )
+            )
+        except Exception as error:
+            found.append(error)
+
+    attempt = Thread(target=connect, daemon=True)  # torch waits without an end for an answer that never comes
+    with _without_torchs_log():
+        attempt.start()
+        attempt.join(left)
+    if found and not isinstance(found[0], Exception):
+        return cast("Store", found[0])
+    why = str(found[0]).splitlines()[0] if found else f"no answer in {left:.0f} s"
+    raise CannotJoin(
+        f"rank {own.rank}: what listens at MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not the store of rank 0: "
+        f"{why:.200}",
+        hint="another program uses that port, or rank 0 has ended",
+        tries=["MASTER_PORT=another port, the same for all ranks"],
+    )
+
+
+@contextmanager
+def _without_torchs_log() -> Iterator[None]:
+    """Context in which nothing is written to stderr: torch logs each attempt to connect with a stack of C++ frames."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _meet(store: "Store", own: Launched, deadline: float, *, attempt: str) -> None:
+    """Wait for all ranks; rank 0 tells the others when all are there, or what is wrong.
+
+    `attempt`: how often torchrun has started the ranks anew, with the store of its agent.
+    """
+    keys = [f"titan/{attempt}/rank-{rank}" for rank in range(own.world_size)]
+    ready, started = f"titan/{attempt}/ready", time.monotonic()
+    try:
+        store.add(_count(keys[own.rank]), 1)
+        store.set(keys[own.rank], str(own.world_size))
+        if own.rank == 0:
+            problem = _problem(store, keys, own, deadline - _GRACE_SECS)
+            store.set(ready, problem)
+            if problem:
+                time.sleep(_GRACE_SECS)
+        else:
+            problem = store.get(ready).decode() if _appears(store, [ready], deadline) else _missing(store, keys)
+    except RuntimeError:  # torch's DistError
+        raise LostRank(
+            f"rank {own.rank} has lost rank 0, which ended while ranks joined", hint="rank 0 reports the reason"
+        ) from None
+    if "WORLD_SIZE = " in problem:
+        raise _wrong_variables([problem])
+    if problem:
+        raise LostRank(
+            f"within {time.monotonic() - started:.0f} s {problem}",
+            hint="not started, ended, or with another RANK, MASTER_ADDR or MASTER_PORT: its own output says more",
+        )
+
+
+def _appears(store: "Store", keys: list[str], deadline: float) -> bool:
+    """Whether all keys are there before the deadline. By asking: where torch waits, it logs the timeout."""
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECS)
+    return True
+
+
+def _problem(store: "Store", keys: list[str], own: Launched, deadline: float) -> str:
+    """What rank 0 finds wrong with the ranks: one is missing, or counts other ranks. "" if nothing."""
+    if not _appears(store, keys, deadline):
+        return _missing(store, keys)
+    sizes = [int(size) for size in store.multi_get(keys)]
+    other = next((f"rank {rank} has {size}" for rank, size in enumerate(sizes) if size != own.world_size), "")
+    return other and f"rank 0 has WORLD_SIZE = {own.world_size}, {other}"
+
+
+def _missing(store: "Store", keys: list[str]) -> str:
+    missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    twice = [rank for rank, key in enumerate(keys) if store.check([key]) and store.add(_count(key), 0) > 1]
+    who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:8])}{', …' if len(missing) > 8 else ''}"
+    more = f", and two ranks have RANK = {twice[0]}" if twice else ""
+    return f"{who} of WORLD_SIZE {len(keys)} did not join{more}"
+
+
+def _count(key: str) -> str:
+    return f"{key}/count"
+
+
+@contextmanager
+def explained_connections() -> Iterator[None]:
+    """Around what connects the ranks of a group to each other. Raises LostRank where that fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        given = [f"{name} = {os.environ[name]!r}" for name in names if os.environ.get(name)]
+        text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).splitlines()[0])
+        raise LostRank(
+            f"rank {os.environ.get('RANK')} cannot connect to the other ranks: {text:.300}",
+            hint=f"{' and '.join(given)} must name network interfaces of this machine that the other ranks reach"
+            if given
+            else "a rank has ended, or the machines do not reach each other by the interface that was chosen",
+            tries=[f"{name}=interface" for name in names],
+        ) from error
