@@ -21,6 +21,7 @@ from typing import Any
 
 from converters.common.errors import TitanError
 from titan_tools.installation import explain
+from titan_tools.launched import PARENT_PID
 from titan_tools.terminal.interrupts import Handler
 from titan_tools.terminal.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.config.custom_import import error_of_import, where_to_look
@@ -29,7 +30,6 @@ from trainer.ranks.machine import HOST_CPU, Device
 from trainer.ranks.rendezvous import launched
 from trainer.ranks.signals import die_with_parent, write_at_once
 
-_PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
 _STEP_DONE = "TITAN_STEP_DONE"  # names a file that rank 0 makes when the first step is done
 _AGENT_GRACE_SECS = 25  # a little less than the agent waits between SIGTERM and SIGKILL
 _GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA; AMD; Windows' GPUs under WSL
@@ -48,11 +48,6 @@ class RankFailure(TitanError):
 def inside_launch() -> bool:
     """True on a rank that torchrun, a scheduler or `run_ranks` started. Raises ConfigError for invalid variables."""
     return launched() is not None
-
-
-def started_by_titan() -> bool:
-    """True on a rank of `run_ranks`: the parent has done all checks that are needed only once."""
-    return bool(os.environ.get(_PARENT_PID))
 
 
 def count_gpus() -> int:
@@ -149,7 +144,7 @@ def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ[_PARENT_PID] = str(os.getpid())
+    os.environ[PARENT_PID] = str(os.getpid())
     # with -P the working directory is not on the import path of the ranks: add the folder of this package
     home = str(Path(__file__).resolve().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
@@ -282,10 +277,10 @@ def rank_errors(*, less_memory: Sequence[str] = ()) -> Iterator[None]:
 
     `less_memory`: `try:` lines for out of memory.
     """
-    if not os.environ.get(_PARENT_PID):
+    if not os.environ.get(PARENT_PID):
         yield
         return
-    die_with_parent(int(os.environ[_PARENT_PID]))
+    die_with_parent(int(os.environ[PARENT_PID]))
     try:
         yield
     except (Exception, KeyboardInterrupt, SystemExit) as error:

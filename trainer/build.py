@@ -60,7 +60,8 @@ from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
 from trainer.ranks.mesh import Meshes
-from trainer.train_model import Runner, Shard, TrainModel, WholeModel
+from trainer.runner import Runner, WholeModel
+from trainer.train_model import Shard, TrainModel
 
 
 def build(

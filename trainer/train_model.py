@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,25 +21,11 @@ from trainer.models.initial_weights import InitialWeights
 from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
 from trainer.ranks.mesh import Meshes, local_part
+from trainer.runner import Runner
 from trainer.runtime import cores_per_rank
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
-
-
-class Runner(Protocol):
-    """Runs this rank's parts: the whole model, or stages of a pipeline. Chosen at build."""
-
-    def forward_backward(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        num_valid_tokens: Tensor | float,
-        **documents: Tensor,
-    ) -> Tensor: ...
-
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor: ...
 
 
 class Shard(NamedTuple):
@@ -49,30 +35,6 @@ class Shard(NamedTuple):
     targets: Tensor  # [B, L]
     positions: Tensor  # [L], or [B, L] where they restart in each document
     documents: dict[str, Tensor]  # {"documents": [B, S]}, or empty: attention sees all earlier tokens
-
-
-class WholeModel:
-    """The runner where a rank holds all layers."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def forward_backward(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        num_valid_tokens: Tensor | float,
-        **documents: Tensor,
-    ) -> Tensor:
-        loss: Tensor = self.model(tokens, positions, targets, **documents) / num_valid_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    @torch.no_grad()
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens, positions, targets, **documents)
-        return loss
 
 
 class TrainModel:

@@ -116,10 +116,10 @@ MEMORY_BELOW = {
 MEMORY_WITHOUT_TORCH = ("formula.closed_form", "expand.layers", "replay.replay")
 
 
-def imported_names(file: Path, *, at_import: bool = False) -> set[str]:
-    """Dotted names of all that a file imports; `at_import`: only when it is imported itself."""
+def imported_names(file: Path) -> set[str]:
+    """Dotted names of all that a file imports, inside of functions and for types, too."""
     names, tree = set(), ast.parse(file.read_text())
-    for node in tree.body if at_import else ast.walk(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -151,16 +151,17 @@ def test_no_module_imports_itself_through_others():
     def module_of(name: str) -> str | None:
         return next((each for each in (name, name.rpartition(".")[0]) if each in files), None)
 
-    imports = {
-        module: {module_of(name) for name in imported_names(file, at_import=True)} - {None}
-        for module, file in files.items()
-    }
+    imports = {module: {module_of(name) for name in imported_names(file)} - {None} for module, file in files.items()}
     while without := {module for module, used in imports.items() if not used & imports.keys()}:
         imports = {module: used for module, used in imports.items() if module not in without}
     in_circles = {module: sorted(used & imports.keys()) for module, used in imports.items()}
     while unused := in_circles.keys() - {name for used in in_circles.values() for name in used}:
         in_circles = {module: used for module, used in in_circles.items() if module not in unused}
     assert in_circles == {}
+
+
+def test_the_root_of_converters_holds_doors():
+    assert {file.stem for file in (ROOT / "converters").glob("*.py")} == DOORS | {"__init__"}
 
 
 def test_packages_in_converters_point_one_way():

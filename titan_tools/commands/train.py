@@ -60,7 +60,8 @@ def train(
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.common.errors import ConfigError
-    from titan_tools.launch import inside_launch, rank_errors, report_step_done, started_by_titan
+    from titan_tools.launch import inside_launch, rank_errors, report_step_done
+    from titan_tools.launched import started_by_titan
     from titan_tools.memory.allocator_settings import choose_allocator
     from titan_tools.terminal.console import count, note
     from trainer.config.load import load_config

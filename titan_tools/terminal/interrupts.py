@@ -11,6 +11,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from titan_tools.launched import started_by_titan
 from titan_tools.terminal.console import prints_json
 
 _RETRY_DELAY_SECS = 0.01  # long enough for most `__del__` methods and callbacks; if it is not, the signal is sent again
@@ -24,8 +25,6 @@ def exit_on_interrupt() -> Iterator[None]:
 
     Parts of torch abort with a core dump on a KeyboardInterrupt during their import, or swallow it.
     """
-    from titan_tools.launch import started_by_titan  # it imports `trainer`, which cli.py checks to be ours first
-
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from trainer.train_model import Runner
+    from trainer.runner import Runner
 
 
 def is_ddp(dims: MeshShape) -> bool:

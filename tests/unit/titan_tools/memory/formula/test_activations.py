@@ -32,7 +32,7 @@ from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 from trainer.ranks.gpus import GPUS
 from trainer.ranks.mesh import make_meshes
-from trainer.train_model import WholeModel
+from trainer.runner import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
 NO_WORKSPACES = replace(GPUS["h200"], cublas_mib=0)

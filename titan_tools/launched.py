@@ -1,0 +1,10 @@
+"""Whether titan started this process, as a rank. It imports nothing of `trainer`: __main__.py checks that first."""
+
+import os
+
+PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
+
+
+def started_by_titan() -> bool:
+    """True on a rank of `run_ranks`: the parent has done all checks that are needed only once."""
+    return bool(os.environ.get(PARENT_PID))
