@@ -28,7 +28,8 @@ def _differing_files(a, b):
     return [*different, *odd, *found.left_only, *found.right_only]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "async_with_pinned_mem"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_the_files_are_those_of_a_save_that_is_waited_for(pools, data, whole, tmp_path, tmp_path_factory, mode):
     """A save takes longer than the steps until the next: it writes what its step left, not what is there now."""
     case = runs.run_beside_with_numbers_from_outside  # a family's that titan does not have: the process must find it

@@ -115,6 +115,7 @@ def validate_and_train(layout: Layout, flavor: str) -> tuple[float, dict[str, fl
     return before, gradients, validation_loss(model)
 
 
+@pytest.mark.slow
 def test_validation_of_another_length_compiles_once_more(pools, on_one_rank):
     before, gradients, after = on_one_rank(validate_and_train, GQA)
     layout = compiled("tp 2", 2, {TP: 2})

@@ -41,7 +41,7 @@ def config_of(data, dump, kind, *, ranks=1, **sections):
     return runs.make_config(data, dump, **(layout | {"training": training} | sections))
 
 
-@pytest.mark.parametrize("name", ["c4", pytest.param("jsonl", marks=pytest.mark.slow), "mix"])
+@pytest.mark.parametrize("name", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("c4", "jsonl")), "mix"])
 def test_a_run_continues_with_the_same_batches_on_another_number_of_ranks(pools, data, kinds, tmp_path, name):
     one, two, resumed = (tmp_path / folder for folder in ("one", "two", "resumed"))
     assert pools[1].run(runs.run, config_of(data, one, kinds[name])) == [""]

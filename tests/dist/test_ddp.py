@@ -113,6 +113,7 @@ def config(data, dump, degree: int, **sections) -> Config:
     return runs.make_config(data, dump, validation={"enable": True, "local_batch_size": 1}, **sections)
 
 
+@pytest.mark.slow
 def test_going_on_is_bit_equal_also_where_the_order_of_a_sum_shows(pools, data, tmp_path):
     # from three ranks on, and with accumulation
     assert not any(pools[4].run(runs.run, config(data, tmp_path / "whole", 4)))

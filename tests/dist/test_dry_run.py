@@ -99,6 +99,7 @@ SLICED = [
 ]
 OF_TWELVE = ["--training.seq_len=96"]  # so that rows divide by twelve experts
 SLOW = [
+    [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
     [*degrees(fsdp=2, tp=2), *SLICED, "--activation_checkpoint.mode=full", *BALANCED_EXPERTS],
     *(
         [*degrees(fsdp=2, tp=2), *SLICED, *OF_TWELVE, f"--model.name={family}", f"--model.flavor={flavor}"]
@@ -114,7 +115,6 @@ SLOW = [
 @pytest.mark.parametrize(
     "words",
     [
-        [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
         [*degrees(fsdp=2, pp=2), "--model.name=qwen3", "--model.flavor=debug_moe_mixed"],

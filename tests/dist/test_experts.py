@@ -77,26 +77,14 @@ SCOUT, MAVERICK, EIGHT_SCALED = (
 EP2_EFSDP2 = Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP})
 
 CASES = [
-    (
-        Layout("fsdp 2, full recomputation, accumulated", 2, training=TWICE, sections={"activation_checkpoint": FULL}),
-        MIXED,
-    ),
-    (Layout("cp 2", 2, {CP: 2}), MIXED),
-    (Layout("pp 2, operations kept", 2, {PP: 2, MICROBATCH: 2}, sections={"activation_checkpoint": OP}), MIXED),
-    (Layout("replicas 2", 2, {REPLICAS: 2}), MIXED),
     # experts on several ranks: whole ones, of each token shard; slices; cut along their columns
     (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED),
     (EP2_EFSDP2, OF_TWO),
-    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
     # latent attention: latents of token shards, whose weights are whole on every rank; gathered over context ranks
-    (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
     (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), V2_LITE),
-    (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), V3),
     # GPT-OSS: one of the ranks with slices of an expert adds the last bias
     (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), WINDOW),
-    (Layout("cp 2 ep 2", 2, {CP: 2, EP: 2}, sections={"activation_checkpoint": OP}), WINDOW),
     # Llama 4: weights of rows that go to other ranks; fewer microbatches than stages
-    (Layout("tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), MAVERICK),
     (Layout("ep 2 pp 2, one microbatch", 4, {EP: 2, PP: 2, MICROBATCH: 4}), SCOUT),
 ]
 IN_TURN = [  # GPT-OSS and Llama 4 in every axis, pair of axes and way of recomputing
@@ -124,6 +112,18 @@ OF_STAGES = [  # without a split backward, which masks do not take
     Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}),
 ]
 SLOW_CASES = [
+    (
+        Layout("fsdp 2, full recomputation, accumulated", 2, training=TWICE, sections={"activation_checkpoint": FULL}),
+        MIXED,
+    ),
+    (Layout("cp 2", 2, {CP: 2}), MIXED),
+    (Layout("pp 2, operations kept", 2, {PP: 2, MICROBATCH: 2}, sections={"activation_checkpoint": OP}), MIXED),
+    (Layout("replicas 2", 2, {REPLICAS: 2}), MIXED),
+    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
+    (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
+    (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), V3),
+    (Layout("cp 2 ep 2", 2, {CP: 2, EP: 2}, sections={"activation_checkpoint": OP}), WINDOW),
+    (Layout("tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), MAVERICK),
     (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), MIXED),
     (Layout("fsdp 2", 2), EVERY),
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), EVERY),
@@ -437,7 +437,7 @@ def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, 
     ("layout", "flavor", "num_graphs"),
     [
         (FSDP2_COMPILED, MIXED, 2),
-        pytest.param(EP2_COMPILED, MIXED, 2, marks=NEEDS_TORCH_2_13),
+        pytest.param(EP2_COMPILED, MIXED, 2, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
         pytest.param(PP2_COMPILED, EVERY, 1, marks=pytest.mark.slow),
         pytest.param(BUDGET_COMPILED, EVERY, 1, marks=pytest.mark.slow),
         pytest.param(TP2_EP2_COMPILED, EVERY, 1, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
@@ -587,6 +587,7 @@ def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, 
         assert error == "" and "if torchtitan v0.2.2 trained it, the model computed otherwise" in talk
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):
     """Bit by bit in the same layout; in another from the same bits, with the same losses up to rounding."""
     whole, same, other = tmp_path / "whole", tmp_path / "same", tmp_path / "other"

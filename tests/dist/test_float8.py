@@ -148,6 +148,7 @@ def run_config(data, dump, **sections) -> Config:
     return runs.make_config(data, dump, training=training, **sections)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_plain_weights_and_resumes_with_or_without_float8(pools, whole, tmp_path):
     data, dump = whole
     last = "checkpoint/step-4"

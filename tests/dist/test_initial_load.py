@@ -74,7 +74,7 @@ def formats(tmp_path_factory, data):
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism"),
-    [pytest.param(1, {}, marks=pytest.mark.slow), (4, FSDP2_TP2)],
+    [(1, {}), pytest.param(4, FSDP2_TP2, marks=pytest.mark.slow)],
     ids=["1 rank", "4 ranks"],
 )
 def test_the_first_loss_is_that_of_native_weights(pools, data, formats, tmp_path, num_ranks, parallelism):

@@ -101,6 +101,7 @@ with open(f"allocator_of_{os.environ.get('RANK', 'launcher')}", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_run_train_trains_on_as_many_ranks_as_asked_for(run, data, tmp_path):
     """LOG_RANK and the allocator's settings reach the ranks."""
     (tmp_path / "probe.py").write_text(PROBE)

@@ -34,7 +34,7 @@ LAYOUTS = {
     "float8": Layout("", 1, {}, BF16, FLOAT8 | FULL),
     "bf16 moments": Layout("", 1, {}, BF16, {"optimizer": {"state_dtype": "bfloat16"}}),
 }
-OFTEN = {"debug_gqa": {"bf16 weights", "compiled"}, "qwen3/debug_moe_mixed": {"accumulated"}}
+OFTEN = {"debug_gqa": {"bf16 weights"}}
 NUM_STEPS = 20
 
 

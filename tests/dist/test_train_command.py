@@ -111,6 +111,7 @@ LocalAdam.step = step
 """
 
 
+@pytest.mark.slow  # in processes of the tests: tests/faults
 def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(config, tmp_path):
     """Asked by SIGTERM, it saves and leaves with 75. The last start is torchrun's."""
     (tmp_path / "waiting.py").write_text(WAITING)

@@ -213,7 +213,7 @@ CASES = {  # source, arguments of convert
         pytest.param("gpt-oss to dcp", "new", marks=pytest.mark.slow),
         pytest.param("gpt-oss to hf", "new", marks=pytest.mark.slow),
         pytest.param("gpt-oss to mxfp4", "new", marks=pytest.mark.slow),
-        ("deepseek to fp8, kept scales", "new"),
+        pytest.param("deepseek to fp8, kept scales", "new", marks=pytest.mark.slow),
     ],
 )
 def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(sources, tmp_path, case, how):

@@ -113,6 +113,7 @@ def test_a_killed_rank_ends_the_others_and_the_next_start_is_bit_equal(data, who
     _assert_whole_after_another_start(config, tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole, tmp_path):
     config = runs.make_config(data, tmp_path, **FSDP2, comm={"train_timeout_seconds": 8})
     with ranks(config, 2, tmp_path, partial(_fault, "forward", _stop_oneself)) as running:

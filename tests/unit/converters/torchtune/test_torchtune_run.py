@@ -58,6 +58,7 @@ def runs(request, tmp_path_factory, environment):
     return case, {style: tune(case.root / style, environment) for style in request.param}
 
 
+@pytest.mark.slow
 def test_the_loss_is_transformers_and_the_same_in_every_style(runs, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     case, losses = runs
