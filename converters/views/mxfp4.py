@@ -28,7 +28,7 @@ _Array = np.ndarray[Any, Any]
 
 def decode(codes: _Array, scales: _Array, dtype: str) -> _Array:
     """The values [..., 32 · n] of `codes` [..., n, 16] and `scales` [..., n], all uint8, in float32 or bfloat16."""
-    table = _pairs(dtype)
+    table = value_pairs(dtype)
     blocks, of_blocks = codes.reshape(-1, CODE_BYTES), scales.reshape(-1)
     pairs = np.empty(blocks.shape, table.dtype)
     step = _AT_ONCE // BLOCK
@@ -42,7 +42,7 @@ def decode(codes: _Array, scales: _Array, dtype: str) -> _Array:
 
 
 @cache
-def _pairs(dtype: str) -> _Array:
+def value_pairs(dtype: str) -> _Array:
     """The two values of each byte of codes, as one number, for each scale: number 256 · scale + byte."""
     byte = np.arange(256)
     table = np.array([*VALUES, *(-value for value in VALUES)], np.float32)

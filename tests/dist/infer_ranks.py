@@ -61,12 +61,10 @@ def _be_rank(rank, num, port, arguments, streams, patience):
     import torch
 
     from titan_tools.infer import ranks
-    from titan_tools.infer.model import shared_memory
 
     torch.set_num_threads(1)
     if patience:
         ranks.COLLECTIVE_TIMEOUT, ranks.machine_identity = patience, lambda: (f"machine {rank}", "")
-        shared_memory._open = lambda *_, **__: None
     cli.main()
 
 

@@ -24,7 +24,6 @@ from titan_tools.infer.decoding import generate as generation
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings
 from titan_tools.infer.decoding.sampling import NoiseKey, Sampling, choose
-from titan_tools.infer.model.shared_memory import sum_in_shared_memory
 from titan_tools.infer.text.prompts import Prompt
 
 VOCAB = 301  # odd: no tp cuts it evenly
@@ -82,7 +81,7 @@ def listened(model, prompts, num_new):
     return [c.tokens for c in said], torch.stack([torch.stack(row) for row in rows])
 
 
-def say(folder, tp, prompts, num_new, logits, by):
+def say(folder, tp, prompts, num_new, logits):
     """What this rank says: greedy and seeded tokens, and a digest of the logits.
 
     `logits`: a file of those that transformers computes along its own greedy tokens; the first rank tells how far its
@@ -90,9 +89,6 @@ def say(folder, tp, prompts, num_new, logits, by):
     """
     rank = torch.distributed.get_rank() if tp > 1 else 0
     model = load(folder, tp=tp, rank=rank)
-    if by == "shared memory":
-        sum_in_shared_memory([model.body, model.head], rank=rank, tp=tp)
-        assert tp == 1 or "SharedMemory" in repr(model.head.collectives)
     said, logits_PLV = listened(model, prompts, num_new)
     seeded = complete(model, prompts, rows=len(prompts), max_new_tokens=num_new, sampling=SEEDED)
     output = {
@@ -198,34 +194,30 @@ def known(request, asked, tmp_path_factory):
 
 FEW, MANY = (8, 8), (64, 256)  # prompts, new tokens
 QUICK = [
-    ("llama", 4, "shared memory"),
-    ("qwen3, tied", 2, "shared memory"),
-    ("llama", 2, "gloo"),
-    ("experts", 2, "shared memory"),
-    ("experts, sliced unevenly", 4, "shared memory"),
-    ("deepseek v3", 4, "shared memory"),
-    ("deepseek v2, lite", 2, "gloo"),
-    ("gpt-oss", 4, "shared memory"),
-    ("llama 4, scout", 2, "gloo"),
-    ("llama 4, maverick", 4, "shared memory"),
+    ("llama", 4),
+    ("qwen3, tied", 2),
+    ("llama", 2),
+    ("experts", 2),
+    ("experts, sliced unevenly", 4),
+    ("deepseek v3", 4),
+    ("deepseek v2, lite", 2),
+    ("gpt-oss", 4),
+    ("llama 4, scout", 2),
+    ("llama 4, maverick", 4),
 ]
-SLOW = [
-    *((called, tp, "shared memory") for called in MODELS for tp in (1, 2, 4, 8)),
-    ("llama, tied", 4, "gloo"),
-    ("experts", 4, "gloo"),
-]
-SLOW.remove(("llama, packed", 8, "shared memory"))  # cut so small, they would not be
+SLOW = [(called, tp) for called in MODELS for tp in (1, 2, 4, 8)]
+SLOW.remove(("llama, packed", 8))  # cut so small, they would not be
 CASES = [
-    *(pytest.param((c, *FEW), tp, by, id=f"{c}, tp {tp}, {by}") for c, tp, by in QUICK),
-    *(pytest.param((c, *MANY), tp, by, id=f"{c}, tp {tp}, {by}, all", marks=pytest.mark.slow) for c, tp, by in SLOW),
+    *(pytest.param((c, *FEW), tp, id=f"{c}, tp {tp}") for c, tp in QUICK),
+    *(pytest.param((c, *MANY), tp, id=f"{c}, tp {tp}, all", marks=pytest.mark.slow) for c, tp in SLOW),
 ]
 
 
-@pytest.mark.parametrize(("known", "tp", "by"), CASES, indirect=["known"])
-def test_ranks_say_what_transformers_says(pools, known, tp, by, tell):
-    case = (known.folder, tp, known.prompts, known.num_new, known.logits, by)
+@pytest.mark.parametrize(("known", "tp"), CASES, indirect=["known"])
+def test_ranks_say_what_transformers_says(pools, known, tp, tell):
+    case = (known.folder, tp, known.prompts, known.num_new, known.logits)
     ranks = [say(*case)] if tp == 1 else pools[tp].run(say, *case)
-    known.assert_say(ranks, what=f"{known.called}, tp {tp}{', by messages' if by == 'gloo' else ''}", tell=tell)
+    known.assert_say(ranks, what=f"{known.called}, tp {tp}", tell=tell)
 
 
 def test_a_run_that_trained_on_two_ranks_says_what_its_export_says(whole, titan, tmp_path):

@@ -1,6 +1,5 @@
-"""Memory of inference: its lower bound, sequences that fit on a GPU, out-of-memory errors, malloc settings on a CPU."""
+"""Memory of inference: its lower bound, sequences that fit on a GPU, out-of-memory errors."""
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -193,23 +192,3 @@ def _explained(when: str, tries: Iterable[str]) -> Iterator[None]:
         if (memory_error := as_memory_error(error)) is None:
             raise
         raise OutOfMemory(f"{memory_error.message}{when}", hint=memory_error.hint, tries=[*tries]) from None
-
-
-_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = 1, -1, -2, -4  # of mallopt(3), the same since glibc 2.0
-_KEPT_BYTES = (1 << 31) - 1  # the most that mallopt takes
-_GROWTH_BYTES = 64 << 20
-
-
-def keep_freed_memory() -> bool:
-    """Keep freed memory in the process, whatever the size of the block. False where malloc is not glibc's.
-
-    By default glibc returns blocks of more than 32 MiB to the system at once, and the next pass over a prompt takes
-    fresh pages for its activations, which the kernel must clear. To be called after loading, whose memory is to go
-    back.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # musl and macOS have no mallopt; Windows has no CDLL(None)
-        return False
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_TOP_PAD, _GROWTH_BYTES), (_M_MXFAST, 0))
-    return all(mallopt(name, value) for name, value in settings)

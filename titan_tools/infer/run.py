@@ -16,15 +16,8 @@ from titan_tools.infer.find import find_checkpoints
 from titan_tools.infer.generation_config import note_on, read_generation_config
 from titan_tools.infer.identity import check_same_inputs
 from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
-from titan_tools.infer.memory import (
-    keep_freed_memory,
-    memory_for_sequences,
-    require_on_gpu,
-    require_on_host,
-    rows_that_fit,
-)
+from titan_tools.infer.memory import memory_for_sequences, require_on_gpu, require_on_host, rows_that_fit
 from titan_tools.infer.model.load import SlicedModel
-from titan_tools.infer.model.shared_memory import sum_in_shared_memory
 from titan_tools.infer.ranks import TPRanks, tensor_parallel_group, tp_degree
 from titan_tools.infer.request import Request, check_options, save_request
 from titan_tools.infer.task import Task, Work
@@ -155,14 +148,9 @@ def _prepare_task(work: Work) -> Task:
 
 
 def _run(task: Task, work: Work, model: SlicedModel, ranks: TPRanks) -> None:
-    compile = work.request.compile
     rows = rows_that_fit(model, work.args, ranks, rows=task.rows, room=task.room)
-    if model.device.type == "cpu":
-        keep_freed_memory()
-        if not compile:  # it would break the compiled graph
-            sum_in_shared_memory([model.body, model.head], rank=ranks.rank, tp=ranks.tp)
     with memory_for_sequences(work, model, rows=rows, room=task.room):
-        task.run(Engine(model, rows=rows, room=task.room, compile=compile), ranks)
+        task.run(Engine(model, rows=rows, room=task.room, compile=work.request.compile), ranks)
 
 
 def _start_ranks(request: Request, tp: int) -> None:

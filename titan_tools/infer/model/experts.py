@@ -266,7 +266,7 @@ class RoutedExperts(nn.Module):
         self.router, self.experts = moe.router, SlicedExperts(numbers.clamp)
         self.shared_experts = moe.shared_experts  # its output is a partial sum, too
         self.register_buffer("expert_bias", moe.expert_bias)
-        self.sum_of_ranks: nn.Module = AllReduce(tp=tp) if tp > 1 else nn.Identity()
+        self.sum_of_ranks: nn.Module = AllReduce() if tp > 1 else nn.Identity()
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)

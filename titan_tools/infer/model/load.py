@@ -22,15 +22,7 @@ from converters.quantized.stored_blocks import BlocksSource
 from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts, StoredExperts
 from titan_tools.infer.model.fp8_blocks import choose_products
 from titan_tools.infer.model.latent_attention import LatentAttention
-from titan_tools.infer.model.linear import (
-    FusedLinear,
-    PackedWeight,
-    WidenedWeight,
-    can_fuse,
-    can_pack,
-    fuse,
-    has_fast_vector_products,
-)
+from titan_tools.infer.model.linear import FusedLinear, PackedWeight, WidenedWeight, can_fuse, can_pack, fuse
 from titan_tools.infer.model.quantize import STORED, QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reach import MOST_MARKS, Reach, reach_of
 from titan_tools.infer.model.reading import Joined, read_in_order
@@ -135,14 +127,14 @@ def load_model(
     joins = fused and not blocks_source  # layers' blocks need not end where layers do
     group_of = _expert_groups(parameters) | (_fuse(model, single, slices, most=most) if joins else {})
 
-    # Dense models are packed all the same, so that their logits keep every bit
-    is_faster_plain = len(single) < len(parameters) and has_fast_vector_products(dtype)
+    # Packed fp32 weights are faster for several rows of activations, and an expert has one or few in a decode step
+    stays_plain = len(single) < len(parameters) and dtype == torch.float32
 
     def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
         """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
         if quantize and quantize != STORED:
             return partial(quantize_weight, how=quantize)
-        if packed and can_pack(shape, dtype, device) and not is_faster_plain:
+        if packed and can_pack(shape, dtype, device) and not stays_plain:
             return PackedWeight
         return WidenedWeight if packed and not multiplies(dtype, device) else None
 
@@ -257,7 +249,7 @@ def _make_parallel(model: Any, parameters: list[Parameter], *, tp: int, rank: in
         if name.startswith(mixtures):
             continue  # it sums the outputs of all its experts at once
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name), tp=tp))
+        setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name)))
     model.tok_embeddings = SlicedEmbedding(model.tok_embeddings, tp=tp, rank=rank)
     model.output = GatheredOutput(model.output, tp=tp)
 

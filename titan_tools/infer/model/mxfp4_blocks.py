@@ -1,28 +1,27 @@
 """Weights that stay in memory as mxfp4: codes of 4 bits, with a power of two as the scale of each 32 of a row.
 
-A value is exact in bfloat16, so the logits are those of the dequantized weights but for the order of sums. On a CPU a
-product makes the values of some rows at a time, by the table that conversions use. A decode step that is compiled, and
-one on a GPU, makes them in registers, in float32.
+A value is exact in bfloat16, so the logits are those of the dequantized weights but for the order of sums. A product
+makes the values of some rows at a time, by the table that conversions use. A decode step that is compiled, and one on a
+GPU, makes them in registers, in float32.
 
 Shape letters: B rows of activations, K input features, N output features, E experts, R rows with their expert's id, k
 blocks of K.
 """
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from converters.common.box import Box
 from converters.quantized.stored_blocks import CODES_OF, SCALES_OF
-from converters.views.mxfp4 import BLOCK, CODE_BYTES, decode
+from converters.views.mxfp4 import BLOCK, CODE_BYTES, value_pairs
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from titan_tools.infer.model.reading import Joined
-from trainer.checkpoints.arrays import as_tensor
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.cpu_products import multiplies
 
@@ -62,19 +61,10 @@ class Mxfp4Slice(nn.Module):
         """The products with the rows of a matrix, some after others."""
         dtype, wide = x_BK.dtype, multiplies(x_BK.dtype, x_BK.device)
         x_BK = self._in_blocks(x_BK if wide else x_BK.float())
-        num_rows = self.codes.shape[-3]
         most = BLOCK_ELEMENTS if x_BK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS
         step = max(1, most // max(1, x_BK.shape[-1]))
-        uses_threads = x_BK.device.type == "cpu" and not torch.compiler.is_compiling() and num_rows > step
-        uses_threads = uses_threads and torch.get_num_threads() > 1
-        if uses_threads:  # one part for each
-            step = max(step, -(-num_rows // torch.get_num_threads()))
-        starts = range(0, max(1, num_rows), step)
-
-        def values_from(start: int) -> Tensor:
-            return block_values(self.codes[start : start + step], self.scales[start : start + step])
-
-        for values_NK in _threads().map(values_from, starts) if uses_threads else map(values_from, starts):
+        for start in range(0, max(1, self.codes.shape[-3]), step):
+            values_NK = block_values(self.codes[start : start + step], self.scales[start : start + step])
             yield F.linear(x_BK, values_NK.to(x_BK.dtype)).to(dtype)
 
     def chosen_products(self, x_RK: Tensor, ids_R: Tensor) -> Tensor:
@@ -90,18 +80,17 @@ class Mxfp4Slice(nn.Module):
         return F.pad(x_BK, (self.start, behind)) if self.start or behind else x_BK
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """As many as torch uses: numpy reads its table with one, and without Python's lock."""
-    return ThreadPoolExecutor(torch.get_num_threads())
-
-
 def block_values(codes_Nk: Tensor, scales_Nk: Tensor) -> Tensor:
     """The values [..., N, 32 · k] of codes [..., N, k, 16] and scales [..., N, k], in bfloat16."""
-    if codes_Nk.device.type == "cpu" and not torch.compiler.is_compiling():
-        return as_tensor(decode(codes_Nk.numpy(), scales_Nk.numpy(), "bfloat16"), "bfloat16")
-    pairs = torch.stack((code_values(codes_Nk & 15), code_values(codes_Nk >> 4)), dim=-1)
-    return (pairs.flatten(-2) * scale_values(scales_Nk).unsqueeze(-1)).flatten(-2).bfloat16()
+    numbers = codes_Nk.int() | scales_Nk.int().unsqueeze(-1) << 8
+    pairs = _value_pairs(codes_Nk.device).index_select(0, numbers.flatten())
+    return pairs.view(torch.bfloat16).view(*scales_Nk.shape[:-1], scales_Nk.shape[-1] * BLOCK)
+
+
+@cache
+def _value_pairs(device: torch.device) -> Tensor:
+    """See `value_pairs`; two values in bfloat16 are one number of 32 bits."""
+    return torch.from_numpy(value_pairs("bfloat16").view(np.int32)).to(device)
 
 
 def code_values(codes: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ Shape letters: B batch, L tokens, D model dim, V vocabulary, R the vocabulary ro
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,7 +18,6 @@ from converters.families.base import ModelArgs, Parameter, Role
 from converters.layout.layout import chunk_bounds
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
-_GATHERED_BYTES = 256 << 10  # of all ranks together; for more, all-reduce transfers less
 
 
 def valid_tp(args: ModelArgs) -> list[int]:
@@ -72,40 +70,17 @@ def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
     return [p.module for p in parameters if p.role is Role.ROW and not p.is_bias]
 
 
-class Collectives(Protocol):
-    """All-reduce and all-gather with identical results on all ranks."""
-
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of the ranks' `part`s, which may be overwritten."""
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The ranks' `part`s, concatenated along the last dim."""
+def sum_of_ranks(part: Tensor) -> Tensor:
+    """The sum of the ranks' `part`s, which are overwritten; identical on all ranks."""
+    dist.all_reduce(part)
+    return part
 
 
-class ProcessGroupCollectives:
-    """Collectives of torch's process group."""
-
-    def __init__(self, tp: int):
-        self.tp = tp
-
-    def sum(self, part: Tensor) -> Tensor:
-        """On a CPU small tensors are gathered and summed here.
-
-        gloo's all-reduce takes two rounds of messages, a gather one, and in decoding their number is the cost.
-        """
-        if part.is_cuda or self.tp * part.nbytes > _GATHERED_BYTES:
-            dist.all_reduce(part)
-            return part
-        return self._all(part).sum(dim=0)
-
-    def gather(self, part: Tensor) -> Tensor:
-        return self._all(part).movedim(0, -2).flatten(-2)
-
-    def _all(self, part: Tensor) -> Tensor:
-        """The parts of all ranks, [tp, …]."""
-        parts = part.new_empty(self.tp * part.shape[0], *part.shape[1:])
-        _all_gather_single(parts, part)
-        return parts.view(self.tp, *part.shape)
+def concatenated(part: Tensor, *, tp: int) -> Tensor:
+    """The `part`s of all `tp` ranks, concatenated along the last dim."""
+    parts = part.new_empty(tp * part.shape[0], *part.shape[1:])
+    _all_gather_single(parts, part)
+    return parts.view(tp, *part.shape).movedim(0, -2).flatten(-2)
 
 
 class SummedLinear(nn.Module):
@@ -114,25 +89,20 @@ class SummedLinear(nn.Module):
     Every rank has the whole bias, which is added to the sum.
     """
 
-    def __init__(self, linear: nn.Linear, *, tp: int):
+    def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.collectives: Collectives = ProcessGroupCollectives(tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.collectives.sum(F.linear(x, self.weight))
+        out = sum_of_ranks(F.linear(x, self.weight))
         return out if self.bias is None else out + self.bias
 
 
 class AllReduce(nn.Module):
     """The sum of the ranks' partial outputs."""
 
-    def __init__(self, *, tp: int):
-        super().__init__()
-        self.collectives: Collectives = ProcessGroupCollectives(tp)
-
     def forward(self, part: Tensor) -> Tensor:
-        return self.collectives.sum(part)
+        return sum_of_ranks(part)
 
 
 class SlicedEmbedding(nn.Module):
@@ -142,7 +112,6 @@ class SlicedEmbedding(nn.Module):
         super().__init__()
         self.weight = embedding.weight
         self.start, self.num_rows = chunk_bounds(embedding.num_embeddings, tp, rank)
-        self.collectives: Collectives = ProcessGroupCollectives(tp)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         rows_BL = tokens_BL - self.start
@@ -152,7 +121,7 @@ class SlicedEmbedding(nn.Module):
             x_BLD = x_BLD.masked_fill(elsewhere_BL.unsqueeze(-1), 0)
         else:  # more ranks than blocks of rows
             x_BLD = self.weight.new_zeros(*tokens_BL.shape, self.weight.shape[1])
-        return self.collectives.sum(x_BLD)
+        return sum_of_ranks(x_BLD)
 
 
 class GatheredOutput(nn.Module):
@@ -162,17 +131,9 @@ class GatheredOutput(nn.Module):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.vocab_size, self.tp = linear.out_features, tp
-        self.collectives: Collectives = ProcessGroupCollectives(tp)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         _, num_rows = chunk_bounds(self.vocab_size, self.tp, 0)
         own_BR = F.linear(x_BD, self.weight, self.bias)
         own_BR = F.pad(own_BR, (0, num_rows - own_BR.shape[-1]))  # the last ranks may have fewer rows
-        return self.collectives.gather(own_BR)[..., : self.vocab_size]
-
-
-def use_collectives(model: nn.Module, collectives: Collectives) -> None:
-    """Set the collectives of all parallel modules in `model`, itself included."""
-    for module in model.modules():
-        if isinstance(module, SummedLinear | AllReduce | SlicedEmbedding | GatheredOutput):
-            module.collectives = collectives
+        return concatenated(own_BR, tp=self.tp)[..., : self.vocab_size]

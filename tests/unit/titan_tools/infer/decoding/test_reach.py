@@ -18,8 +18,8 @@ from titan_tools.infer.decoding import attention, static_decode, steps
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.decoding.likelihood import Likelihood, ScoredText
+from titan_tools.infer.model import tensor_parallel
 from titan_tools.infer.model.reach import Reach
-from titan_tools.infer.model.tensor_parallel import use_collectives
 
 ROOM, VOCAB = 64, 97
 TEXT = [(37 * n + 11) % VOCAB for n in range(60)]
@@ -359,15 +359,16 @@ def test_sums_of_the_cpus_kernel_are_tried_before_they_are_used(monkeypatch):
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_biases_are_added_once(name, tp):
+def test_biases_are_added_once(name, tp, monkeypatch):
     """Ranks in threads of one process: heads, sinks and features that three do not divide, sums over ranks."""
     theirs = their_model(name, intermediate_size=90)  # 4 ranks have 23, 23, 23 and 21
-    sums, said = Meeting(tp), [None] * tp
+    meeting, said = Meeting(tp), [None] * tp
+    monkeypatch.setattr(tensor_parallel, "sum_of_ranks", lambda part: torch.stack(meeting.exchange(part)).sum(0))
+    monkeypatch.setattr(tensor_parallel, "concatenated", lambda part, tp: torch.cat(meeting.exchange(part), dim=-1))
 
     def be_rank(rank):
+        meeting.thread.rank = rank
         model = load_native(theirs, name, tp=tp, rank=rank, numbers={"intermediate_size": 90})
-        for part in (model.body, model.head):
-            use_collectives(part, OfThreads(sums, rank))
         engine = Engine(model, rows=1, room=ROOM)
         said[rank] = torch.stack([engine.prefill(0, TEXT[:40]), *(engine.decode([t])[0] for t in TEXT[40:44])])
 
@@ -383,23 +384,11 @@ class Meeting:
 
     def __init__(self, num):
         self.barrier, self.parts = threading.Barrier(num, timeout=60), [None] * num
+        self.thread = threading.local()
 
-    def exchange(self, rank, part):
-        self.parts[rank] = part.clone()
+    def exchange(self, part):
+        self.parts[self.thread.rank] = part.clone()
         self.barrier.wait()
         found = [one.clone() for one in self.parts]
         self.barrier.wait()
         return found
-
-
-class OfThreads:
-    """See Collectives."""
-
-    def __init__(self, meeting, rank):
-        self.meeting, self.rank = meeting, rank
-
-    def sum(self, part):
-        return torch.stack(self.meeting.exchange(self.rank, part)).sum(0)
-
-    def gather(self, part):
-        return torch.cat(self.meeting.exchange(self.rank, part), dim=-1)

@@ -73,11 +73,9 @@ def mixed(tmp_path_factory):
     return Case(tmp_path_factory.mktemp("mixed"))
 
 
-@pytest.fixture(params=["separate", "packed", "stacked"])
-def form(request, monkeypatch):
+@pytest.fixture(params=["separate", "stacked"])
+def form(request):
     """Options of `load`."""
-    monkeypatch.setattr(load_file, "has_fast_vector_products", lambda dtype: False)
-    monkeypatch.setattr(linear, "_LEAST_PACKED_BYTES", 1 if request.param == "packed" else 1 << 40)
     return {"packed": request.param != "stacked"}
 
 
@@ -183,31 +181,21 @@ def test_rows_are_in_the_order_of_experts_and_of_tokens_again():
 
 
 def test_the_forms_of_weights_are_those_that_a_cpu_multiplies(mixed, form):
-    packs = form["packed"] and can_pack((48, 32), torch.float32, CPU)
     for layer in layers_with_experts(load(mixed.folder, **form)):
         for weights in (layer.experts.gate_up, layer.experts.down):
             assert type(weights) is (SeparateWeights if form["packed"] else StackedWeights)
-            assert all(isinstance(weight, PackedWeight if packs else torch.Tensor) for weight in weights.weights)
+            assert all(type(weight) is torch.Tensor for weight in weights.weights)
 
 
-def test_weights_stay_plain_where_torchs_own_product_of_one_row_is_faster(mixed, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_with_experts_are_packed_unless_in_fp32(mixed, monkeypatch, dtype):
+    plain = logits_of(load(mixed.folder, dtype=dtype))
     monkeypatch.setattr(linear, "_LEAST_PACKED_BYTES", 1)
-    monkeypatch.setattr(load_file, "has_fast_vector_products", lambda dtype: True)
-    model = load(mixed.folder)
-    assert type(model.head.weight) is nn.Parameter
-    assert type(layers_with_experts(model)[0].experts.down.weights[0]) is torch.Tensor
-    mixed.assert_near(logits_of(model))
-
-
-@pytest.mark.parametrize(("vendor", "expected"), [("GenuineIntel", [True, False]), ("AuthenticAMD", [False, False])])
-def test_only_intels_processors_have_it_and_only_in_fp32(monkeypatch, vendor, expected):
-    monkeypatch.setattr(linear.Path, "read_text", lambda _: f"vendor_id : {vendor}")
-    linear.has_fast_vector_products.cache_clear()
-    try:
-        found = [linear.has_fast_vector_products(dtype) for dtype in (torch.float32, torch.bfloat16)]
-    finally:
-        linear.has_fast_vector_products.cache_clear()
-    assert found == (expected if torch.backends.mkl.is_available() else [False, False])
+    packs = dtype == torch.bfloat16 and can_pack((48, 32), dtype, CPU)
+    model = load(mixed.folder, dtype=dtype)
+    weights = [model.head.weight, *layers_with_experts(model)[0].experts.down.weights]
+    assert all(isinstance(weight, PackedWeight) == packs for weight in weights)
+    assert (logits_of(model) - plain).abs().max() <= (0.05 * plain.abs().max() if packs else 0)
 
 
 def test_sixteen_bits_are_widened_where_a_cpu_has_no_products_for_them(mixed, monkeypatch):
