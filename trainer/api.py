@@ -64,7 +64,7 @@ def train(config: Config, *, ignore_memory: bool = False) -> None:
     """Train on this process as one rank of the job; torchrun or a scheduler has started all ranks.
 
     Resumes from the newest checkpoint of the run, if there is one. Raises NumericalFault before an update with NaN, and
-    Preempted after it has saved on SIGTERM or SIGUSR1. Raises ConfigError where weights, gradients and optimizer states
+    Preempted after it has saved on SIGTERM or SIGUSR1. Raises ConfigError if weights, gradients and optimizer states
     alone exceed the memory that is available, unless `ignore_memory`. In a script for torchrun:
 
     >>> config = load_config("run.toml")

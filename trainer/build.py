@@ -234,7 +234,7 @@ def parallelize(
 
 
 def _expert_shards(job: Job, meshes: Meshes) -> ShardedExperts | None:
-    """None where experts are sharded as the rest of their layer."""
+    """None if experts are sharded as the rest of their layer."""
     if meshes.efsdp is None:
         return None
     num_experts = min(p.shape[p.expert_dim] for p in job.family.parameters(job.args) if p.expert_dim is not None)

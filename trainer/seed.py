@@ -63,7 +63,7 @@ def seed(
 ) -> SeedReport:
     """Write the initial weights that `titan train` would start from to `dst`.
 
-    Raises ConfigError where the memory of this machine is too small even for the values that are drawn at a time.
+    Raises ConfigError if the memory of this machine is too small even for the values that are drawn at a time.
     """
     started = time.monotonic()
     check_destination(dst, overwrite=overwrite)

@@ -74,9 +74,9 @@ class Checkpoints:
             self._saver.close(at_once=kind is not None)
 
     def resume(self, state: RunState) -> Path | None:
-        """Load `load_step`, else the newest intact step; returns it, or None where the run has no step yet.
+        """Load `load_step`, else the newest intact step; returns it, or None if the run has no step yet.
 
-        Damaged steps are reported and skipped. Raises CheckpointError where all steps are damaged, or where the folder
+        Damaged steps are reported and skipped. Raises CheckpointError if all steps are damaged, or where the folder
         holds other files: a run never starts from random weights by mistake.
         """
 
@@ -228,7 +228,7 @@ class Checkpoints:
             raise SaveFailed(error.message, hint=error.hint, tries=error.tries) from error
 
     def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:
-        """Raise CheckpointError where the disk has no room for a checkpoint."""
+        """Raise CheckpointError if the disk has no room for a checkpoint."""
         num_bytes = self.bytes_of_step(model, model_only=model_only)
         on_first(self._group, lambda: require_space(self.folder, num_bytes))
 

@@ -77,7 +77,7 @@ def load_state(
 
     `select`: the model, where the checkpoint holds several.
 
-    Raises DamagedFiles where files differ from the manifest.
+    Raises DamagedFiles if files differ from the manifest.
     """
     manifest = _manifest_of(path, group)
     small = {name for name in manifest.files if not name.endswith(DATA_SUFFIX)}
@@ -147,7 +147,7 @@ def _manifest_of(path: Path, group: dist.ProcessGroup) -> Manifest:
 
 
 def _refuse_changed(path: Path, manifest: Manifest, names: Iterable[str], group: dist.ProcessGroup) -> None:
-    """Raise DamagedFiles where one of these files does not have the manifest's CRC32. Ranks share the files."""
+    """Raise DamagedFiles if one of these files does not have the manifest's CRC32. Ranks share the files."""
     rank, world, shared = group.rank(), group.size(), sorted(names)
     shares = on_each(group, lambda: check_files(path, shared[rank::world], manifest=manifest))
     if problems := [problem for share in shares for problem in share]:
@@ -155,7 +155,7 @@ def _refuse_changed(path: Path, manifest: Manifest, names: Iterable[str], group:
 
 
 def _or_damaged(path: Path, manifest: Manifest, group: dist.ProcessGroup, work: Callable[[], T]) -> T:
-    """`work()`. An error that it raises, on all ranks, becomes DamagedFiles where files have changed."""
+    """`work()`. An error that it raises, on all ranks, becomes DamagedFiles if files have changed."""
     try:
         return work()
     except CheckpointError:

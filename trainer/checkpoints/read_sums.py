@@ -26,7 +26,7 @@ _PART_BYTES = 256 << 20  # of what is read for its CRC32 alone
 
 
 class _Range(NamedTuple):
-    """A part of a file, and its CRC32; None where no rank has read it."""
+    """A part of a file, and its CRC32; None if no rank has read it."""
 
     start: int
     length: int

@@ -37,7 +37,7 @@ class Recorded:
 
 
 def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
-    """What the first checkpoint records that is whole, as far as its small files say; None where there is none.
+    """What the first checkpoint records that is whole, as far as its small files say; None if there is none.
 
     Loading finds what else is wrong, and says why a checkpoint is not used.
     """
@@ -56,7 +56,7 @@ def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -
     with CatalogReader(catalog) as reader:
 
         def value(key: str) -> Any:
-            """A plain value, or a number that is saved as a tensor (stock DCP's); None where there is none."""
+            """A plain value, or a number that is saved as a tensor (stock DCP's); None if there is none."""
             if key in catalog.blobs:
                 return read_blob_item(reader.read_blob(key), what=key)
             if key in reader.tensors and is_number(reader.tensors[key]):
@@ -90,7 +90,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 
 def read_data_position(path: Path) -> dict[str, Any]:
-    """The data loader's state in a checkpoint of titan; empty where it has none that is plain."""
+    """The data loader's state in a checkpoint of titan; empty if it has none that is plain."""
     catalog, state = open_checkpoint(path), dict[str, Any]()
     with CatalogReader(catalog) as reader:
         for key in catalog.blobs:

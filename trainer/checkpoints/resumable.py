@@ -28,7 +28,7 @@ def has_intact_small_files(path: Path) -> bool:
 
 
 def refuse_unfit_step(path: Path, info: ModelInfo, config: Config) -> None:
-    """Raise CheckpointError where a step has another model or other dtypes than the config, or lacks a section."""
+    """Raise CheckpointError if a step has another model or other dtypes than the config, or lacks a section."""
     catalog, excluded = open_checkpoint(path), config.checkpoint.exclude_from_loading
     refuse_not_resumable(catalog, path, info=info, excluded=excluded)
     if describes_model(path):
@@ -37,7 +37,7 @@ def refuse_unfit_step(path: Path, info: ModelInfo, config: Config) -> None:
 
 
 def _refuse_other_dtypes(catalog: Catalog, path: Path, info: ModelInfo, config: Config) -> None:
-    """Raise CheckpointError where no weight, or no moment, has the dtype that the run keeps it in."""
+    """Raise CheckpointError if no weight, or no moment, has the dtype that the run keeps it in."""
     trained = [p.fqn for p in get_family(info.family).parameters(info.args) if p.is_trained]
     moments = [f"{OPTIMIZER}.state.{fqn}.exp_avg" for fqn in trained]
     state_dtype = config.optimizer.state_dtype or config.training.dtype
@@ -58,13 +58,13 @@ def _refuse_other_dtypes(catalog: Catalog, path: Path, info: ModelInfo, config: 
 
 
 def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:
-    """Raise CheckpointError where the weights of a checkpoint are those of another model."""
+    """Raise CheckpointError if the weights of a checkpoint are those of another model."""
     with selected_by_setting(), open_native(path, select=select, otherwise=info) as weights:
         refuse_other_model(weights.info, info, path)
 
 
 def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
-    """Raise CheckpointError where this kind of checkpoint cannot provide a section that is not excluded."""
+    """Raise CheckpointError if this kind of checkpoint cannot provide a section that is not excluded."""
     if catalog.container != "dcp":
         raise CheckpointError(
             f"{path} holds only weights ({catalog.container}); initial_load_model_only = false needs the whole state",

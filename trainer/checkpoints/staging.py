@@ -98,7 +98,7 @@ class SharedMemory:
 
 
 def _pin(memory: torch.Tensor) -> bool:
-    """Pin memory where there is a GPU; whether it is pinned now. Raises RuntimeError where CUDA refuses."""
+    """Pin memory where there is a GPU; whether it is pinned now. Raises RuntimeError if CUDA refuses."""
     if not torch.cuda.is_available():
         return False
     check_cuda(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]

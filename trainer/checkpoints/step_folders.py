@@ -60,7 +60,7 @@ def steps_aside(folder: Path) -> list[Path]:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError where the folder holds files but no step: a new run there is probably a mistake.
+    """Raise CheckpointError if the folder holds files but no step: a new run there is probably a mistake.
 
     Called before anything is deleted: other files are not titan's to remove.
     """

@@ -24,8 +24,8 @@ _NOT_THEIRS = [_TITAN / name for name in ("converters", "trainer", "titan_tools"
 
 
 def import_custom(name: str, *, setting: str = "experimental.custom_import = {name!r}") -> str:
-    """Import a dotted module name, or a path to a module file or package folder. Raises ConfigError where it is not
-    found, and ExtensionError where it has an error.
+    """Import a dotted module name, or a path to a module file or package folder. Raises ConfigError if it is not
+    found, and ExtensionError if it has an error.
 
     A path's parent folder is added to the import path, so that the module can import its neighbours. Returns a name
     that works in another process with any working directory. `setting` is its name in errors.
@@ -81,7 +81,7 @@ def where_to_look() -> str:
 def error_of_import(error: BaseException) -> tuple[ExtensionError, str] | None:
     """An unexpected error of an imported module: the error to show, and its traceback, of that module's lines alone.
 
-    None where no line of the traceback, nor of a compiler's message, is in an imported module, nor is the function or
+    None if no line of the traceback, nor of a compiler's message, is in an imported module, nor is the function or
     class that was called or read wrongly.
     """
     for link in _chain(error):

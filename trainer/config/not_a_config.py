@@ -25,7 +25,7 @@ _TOML = "titan's configs are TOML files and presets"
 
 
 def not_a_config(source: str) -> ConfigError | None:
-    """The error for a path or name that is no config; None where it may be a TOML file."""
+    """The error for a path or name that is no config; None if it may be a TOML file."""
     path = Path(source)
     if path.is_dir():
         return _of_folder(path)

@@ -38,7 +38,7 @@ def read_toml(path: Path, *, shown_as: str | None = None) -> dict[str, Setting]:
 
 
 def read_text(path: Path) -> str:
-    """The file as text with plain newlines. Raises ConfigError where it is none, or something else than a config."""
+    """The file as text with plain newlines. Raises ConfigError if it is none, or something else than a config."""
     if (other := not_a_config(str(path))) is not None:
         raise other
     try:

@@ -28,7 +28,7 @@ class Line:
 
     @property
     def key(self) -> str:
-        """The one key that it sets; empty where that is none or several."""
+        """The one key that it sets; empty if that is none or several."""
         return next(iter(self.values)) if len(self.values) == 1 else ""
 
 

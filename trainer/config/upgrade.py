@@ -43,7 +43,7 @@ class _CannotTranslate(Exception):
 
 
 def upgrade(path: Path) -> Upgrade:
-    """The file with current keys. Raises ConfigError where it is not valid TOML."""
+    """The file with current keys. Raises ConfigError if it is not valid TOML."""
     read_toml(path)  # raises for syntax errors, with line and column
     text = read_text(path)
     has_end = text.endswith("\n")

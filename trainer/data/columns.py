@@ -11,7 +11,7 @@ _ROWS_AT_ONCE = 1024  # of one column: some MiB of text
 
 
 def parquet_values(path: Path, column: str) -> Iterator[tuple[str, bytes | None]]:
-    """`file:row` and the bytes of the text in that row, counted from 1; None where there is none.
+    """`file:row` and the bytes of the text in that row, counted from 1; None if there is none.
 
     Raises DataError for a file that is damaged or cut off, or has no such column of text.
     """
@@ -34,7 +34,7 @@ def parquet_values(path: Path, column: str) -> Iterator[tuple[str, bytes | None]
 
 
 def decompressed(path: Path) -> BinaryIO:
-    """A zstd file opened for reading what is in it; OSError where it is damaged."""
+    """A zstd file opened for reading what is in it; OSError if it is damaged."""
     _import_pyarrow(path)
     import pyarrow as pa
 

@@ -97,7 +97,7 @@ def check_dataset(
 def open_mixture(
     name: str, mix: Sequence[tuple[str, float]], *, vocab_size: int, preparation: Preparation | None = None
 ) -> list[Weighted]:
-    """Open several sources of one kind. Raises DataError where they were made with different tokenizers."""
+    """Open several sources of one kind. Raises DataError if they were made with different tokenizers."""
     opened = [
         Weighted(path, open_dataset(name, path, vocab_size=vocab_size, preparation=preparation), weight)
         for path, weight in mix

@@ -67,7 +67,7 @@ class TokenIndex:
 
 
 def open_index(folder: Path | str) -> TokenIndex:
-    """Open and check an index. Raises DataError where it is missing, damaged, or was changed after it was made.
+    """Open and check an index. Raises DataError if it is missing, damaged, or was changed after it was made.
 
     Files up to 1 GiB are read through and compared with their digests; of larger ones only the size is compared.
     """
@@ -91,7 +91,7 @@ def open_index(folder: Path | str) -> TokenIndex:
 
 
 def read_vocab_size(folder: Path) -> int:
-    """Of the tokenizer that an index was made with, from index.json alone; raises DataError where that is none."""
+    """Of the tokenizer that an index was made with, from index.json alone; raises DataError if that is none."""
     summary = _read_summary(folder)
     vocab_size = summary.get("vocab_size")
     if not isinstance(vocab_size, int):

@@ -20,7 +20,7 @@ class TokenLoader:
 
     With seed None, for validation: one pass of complete batches, the same for every `iter`, in a fixed order that mixes
     the documents, so that the first few batches are representative. A mixture is endless, so it needs a seed.
-    Raises DataError where the split is too small for one batch, or has a token id beyond its vocabulary.
+    Raises DataError if the split is too small for one batch, or has a token id beyond its vocabulary.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def refuse_other_position(
 
 
 def _refuse_other_cut(theirs: str, samples: CutSamples) -> None:
-    """Raise DataError where `theirs` is the fingerprint of the same sources, cut otherwise."""
+    """Raise DataError if `theirs` is the fingerprint of the same sources, cut otherwise."""
     seq_len = theirs.rpartition("/")[2]
     is_number = seq_len.isdecimal() and len(seq_len) <= len(str(sys.maxsize))
     cuts = [Cut(packing, int(seq_len)) for packing in get_args(Packing)] if is_number else []

@@ -160,7 +160,7 @@ def _no_text(skipped: Skipped) -> DataError:
 def _choose_split(documents: Iterable[Document], share: float) -> Split:
     """Whole documents, unless that would hold out hardly any or all of them; then tails, unless those are empty.
 
-    Then the share is counted in documents, at least one. Raises DataError where nothing would be left for a part.
+    Then the share is counted in documents, at least one. Raises DataError if nothing would be left for a part.
     """
     if not share:
         return NOTHING_HELD_OUT

@@ -51,7 +51,7 @@ class Weighted:
 
 
 def refuse_no_source(source: Any, what: str, *, made_by: Any) -> None:
-    """Raise ExtensionError where what a registered dataset's function returned is not a TokenSource."""
+    """Raise ExtensionError if what a registered dataset's function returned is not a TokenSource."""
     check_attributes(source, ("fingerprint", "vocab_size", "unigram_entropy", "tokens"), what, made_by=made_by)
     check_call(source.tokens, ("split",), f"`tokens` of {what}")
     if not isinstance(source.vocab_size, int):
@@ -59,7 +59,7 @@ def refuse_no_source(source: Any, what: str, *, made_by: Any) -> None:
 
 
 def tokens_of(source: TokenSource, split: str) -> np.ndarray:
-    """The token ids of a split. Raises ExtensionError where a registered dataset returns something else."""
+    """The token ids of a split. Raises ExtensionError if a registered dataset returns something else."""
     tokens: np.ndarray = source.tokens(split)
     is_array = isinstance(tokens, np.ndarray)
     if not (is_array and tokens.ndim == 1 and np.issubdtype(tokens.dtype, np.integer)):
@@ -71,7 +71,7 @@ def tokens_of(source: TokenSource, split: str) -> np.ndarray:
 
 
 def refuse_no_held_out(source: TokenSource, split: str) -> None:
-    """Raise DataError where validation would read an index without a held-out part."""
+    """Raise DataError if validation would read an index without a held-out part."""
     if split == HELD_OUT and not len(tokens_of(source, split)):
         raise DataError(
             "the token index has no held-out part to validate on",
@@ -81,7 +81,7 @@ def refuse_no_held_out(source: TokenSource, split: str) -> None:
 
 
 def document_offsets(source: TokenSource, split: str) -> np.ndarray:
-    """Where a source's documents begin, and the end of the last. Raises DataError where it does not say so."""
+    """Where a source's documents begin, and the end of the last. Raises DataError if it does not say so."""
     offsets = getattr(source, "offsets", None)
     if offsets is None:
         raise DataError(
@@ -167,7 +167,7 @@ class SourceSamples:
 
 
 def refuse_too_few(samples: "SourceSamples | MixedSamples", batch_size: int) -> None:
-    """Raise DataError where a source has not even the samples of one batch. A mixture repeats its sources."""
+    """Raise DataError if a source has not even the samples of one batch. A mixture repeats its sources."""
     if samples.num_samples < batch_size and isinstance(samples, SourceSamples):
         raise DataError(
             f"{samples}: too few for one batch of {batch_size}",
@@ -176,7 +176,7 @@ def refuse_too_few(samples: "SourceSamples | MixedSamples", batch_size: int) -> 
 
 
 def refuse_too_many_steps(steps: int, num_batches: int, *, name: str, batch_size: int) -> None:
-    """Raise ConfigError where a validation asks for more batches than a source's held-out part has."""
+    """Raise ConfigError if a validation asks for more batches than a source's held-out part has."""
     if steps > num_batches:
         raise ConfigError(
             f"validation.steps = {steps}, but the held-out part of {name} has {num_batches} batches of {batch_size}"

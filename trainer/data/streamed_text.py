@@ -22,7 +22,7 @@ class StreamedText:
     dataset: Any  # datasets.IterableDataset
 
     def texts(self, file: int, *, skip: int = 0) -> Iterator[str]:
-        """The documents of a file in order, from number `skip` on. Raises DataError where they cannot be read."""
+        """The documents of a file in order, from number `skip` on. Raises DataError if they cannot be read."""
         number = skip
         try:
             part = self.dataset.shard(num_shards=self.num_files, index=file)
@@ -53,7 +53,7 @@ class StreamedText:
 def stream_c4(split: str, path: str | None) -> StreamedText:
     """C4's `train` or `validation`, from the hub; or from a file or folder: a copy of C4, or any files in its format.
 
-    Raises DataError where there is nothing to read, UnsupportedError where `datasets` is not installed.
+    Raises DataError if there is nothing to read, UnsupportedError if `datasets` is not installed.
     """
     datasets = _import_datasets()
     if path is None:

@@ -16,7 +16,7 @@ _MAX_CONTEXT = 131072  # Llama 3.1's; for transformers only
 def train_ranks(texts: Iterable[str], *, vocab_size: int) -> list[bytes]:
     """Tokens by rank: 256 bytes, then merges, so many that with the special tokens there are exactly `vocab_size`.
 
-    Raises DataError where the texts do not give that many.
+    Raises DataError if the texts do not give that many.
     """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 

@@ -64,7 +64,7 @@ def encode_documents(
 ) -> Encoded:
     """Write the token and offset files of both splits, up to the document with which there are `most_tokens`.
 
-    `special_tokens`: those written in a document are tokens, not text. Raises DataError where a split that is wanted
+    `special_tokens`: those written in a document are tokens, not text. Raises DataError if a split that is wanted
     stays empty.
     """
     files = {name: TokenFile(folder, name, tokenizer, special_tokens=special_tokens) for name in SPLITS}

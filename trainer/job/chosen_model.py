@@ -25,7 +25,7 @@ NO_TOKENIZER = "checkpoints will have no tokenizer: model.hf_assets_path is not 
 def chosen_model(job: Job) -> ModelInfo:
     """What a job's checkpoints say of its model.
 
-    Raises ConfigError where the config's tokenizer is missing or differs from the data's. `assets` is empty where no
+    Raises ConfigError if the config's tokenizer is missing or differs from the data's. `assets` is empty if no
     tokenizer is configured and none is found; the caller then reports NO_TOKENIZER.
     """
     assets = find_assets(tokenizer_folder(job.config.model, job.config.training))
@@ -43,7 +43,7 @@ def selected_by_setting() -> Iterator[None]:
 
 
 def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
-    """Raise CheckpointError where the numbers differ, also those that do not affect shapes, such as rope_theta."""
+    """Raise CheckpointError if the numbers differ, also those that do not affect shapes, such as rope_theta."""
     theirs, ours = computed_numbers(found.args), defining_numbers(wanted.args)
     problems = [
         f"{name}: {theirs.get(name)} in the checkpoint, {ours[name]} in the config"
@@ -60,7 +60,7 @@ def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
 
 
 def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) -> None:
-    """Raise CheckpointError where initial weights are not in a form that checkpoint.initial_load_in_hf… accept."""
+    """Raise CheckpointError if initial weights are not in a form that checkpoint.initial_load_in_hf… accept."""
     if settings.initial_load_in_hf and not weights.naming.startswith("hf"):
         raise CheckpointError(
             f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
@@ -108,7 +108,7 @@ def _prepared_data(training: Training) -> Path | None:
 
 
 def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
-    """Raise ConfigError where the tokenizer is not the one that the data was made with."""
+    """Raise ConfigError if the tokenizer is not the one that the data was made with."""
     if folder.resolve() == data.resolve():
         return
     theirs, num_ours = load_tokenizer(folder), read_vocab_size(data)

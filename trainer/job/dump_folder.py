@@ -38,7 +38,7 @@ def try_dump_folder(folder: Path) -> None:
 
 
 def check_config_file(config: Config) -> None:
-    """Raise ConfigError where job.save_config_file is no place for a file."""
+    """Raise ConfigError if job.save_config_file is no place for a file."""
     name, folder = config.job.save_config_file, Path(config.job.dump_folder)
     if name and not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"job.save_config_file = {name!r} leads out of job.dump_folder = {str(folder)!r}")
@@ -49,7 +49,7 @@ def check_config_file(config: Config) -> None:
 def save_config(config: Config) -> None:
     """Write the merged config and its origins as JSON, where job.save_config_file asks for it, replacing the last one.
 
-    Raises ConfigError where that cannot be written.
+    Raises ConfigError if that cannot be written.
     """
     name, folder = config.job.save_config_file, Path(config.job.dump_folder)
     if not name:

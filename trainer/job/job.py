@@ -150,7 +150,7 @@ def required_world_size(parallelism: Parallelism) -> int:
 
 
 def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc") -> MeshShape:
-    """The degrees for `world_size` ranks, which `option` sets. Raises ConfigError where their product differs."""
+    """The degrees for `world_size` ranks, which `option` sets. Raises ConfigError if their product differs."""
     fixed = _fixed_degrees(parallelism)
     dp_shard = parallelism.data_parallel_shard_degree
     if dp_shard == -1:

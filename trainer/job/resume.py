@@ -115,7 +115,7 @@ def say_changes(recorded: Recorded, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_other_job(job: Job, built: Job, path: Path) -> None:
-    """Raise CheckpointError where a checkpoint keeps another batch than that of the damaged one that was looked at."""
+    """Raise CheckpointError if a checkpoint keeps another batch than that of the damaged one that was looked at."""
     if job.config.training != built.config.training:
         raise CheckpointError(
             f"{path.name} was loaded in place of a damaged step and had {job.samples_per_step} samples per step; this"

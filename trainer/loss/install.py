@@ -67,7 +67,7 @@ def choose_loss(name: str, compile: Compile, group: "dist.ProcessGroup | None") 
 
 
 def _checked(loss_sum: LossSum, name: str, logits: Tensor, targets: Tensor) -> Tensor:
-    """A registered loss. Raises ExtensionError where it is not one number in fp32 that depends on the logits."""
+    """A registered loss. Raises ExtensionError if it is not one number in fp32 that depends on the logits."""
     loss: Any = loss_sum(logits, targets)
     if not isinstance(loss, Tensor):
         found = f"a {type(loss).__name__}"

@@ -99,7 +99,7 @@ def get_trainer_family(name: str) -> TrainerFamily:
 
 
 def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
-    """Raise UnsupportedError where a layer's attention has other windows, chunks or sinks than the family's `block`.
+    """Raise UnsupportedError if a layer's attention has other windows, chunks or sinks than the family's `block`.
 
     The masks are made for the `kind` of the layer's attention.
     """
@@ -116,7 +116,7 @@ def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
 
 
 def check_modules(model: Any, family: str) -> None:
-    """Raise ExtensionError where a family's model (a user's own) lacks what training and inference replace or call."""
+    """Raise ExtensionError if a family's model (a user's own) lacks what training and inference replace or call."""
     what = f"the model of family {family!r}"
     trained = get_trainer_family(family)
     names = ("tok_embeddings", "layers", "norm", "output", "tie", "forward")
@@ -130,7 +130,7 @@ def check_modules(model: Any, family: str) -> None:
 
 
 def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:
-    """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has.
+    """Raise UnsupportedError if a family (a user's own) lists other parameters than its model has.
 
     Parameters that are not trained are buffers of the model; other buffers are not listed.
     """

@@ -117,7 +117,7 @@ def collective_failures(recorder: FlightRecorder, progress: Progress) -> Iterato
 
 
 def _cause(error: Exception) -> str:
-    """How a collective failed; empty where the error is not a collective's."""
+    """How a collective failed; empty if the error is not a collective's."""
     if not isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors
         return ""
     is_torchs = isinstance(error, dist.DistError) or type(error) is RuntimeError

@@ -167,7 +167,7 @@ def _open_to_append(path: Path) -> TextIO:
 
 
 def _last_logged_step(path: Path) -> int:
-    """The highest step that a file has a valid record of; 0 where there is none."""
+    """The highest step that a file has a valid record of; 0 if there is none."""
     last = 0
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError, TypeError, KeyError):  # an incomplete line

@@ -29,7 +29,7 @@ def show(text: str) -> None:
     global _shown
     _shown = True
     # The cursor returns to the beginning, so that what another process prints replaces the line
-    columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0 where it is not known
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80  # 0 if it is not known
     print(f"{_ERASE}{text[: columns - 1]}\r", end="", file=sys.stderr, flush=True)
 
 

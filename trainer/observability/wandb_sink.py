@@ -29,7 +29,7 @@ _FINISH_EARLY_SECS = 15  # after an error or a stop request: SIGKILL may follow 
 
 
 class WandbSink:
-    """A run at Weights & Biases, or on disk under WANDB_MODE=offline. `run_id` is None where it could not be opened."""
+    """A run at Weights & Biases, or on disk under WANDB_MODE=offline. `run_id` is None if it could not be opened."""
 
     def __init__(self, logged: LoggedRun, *, run_id: str | None):
         """`run_id` is the run that a resumed run continues; WANDB_RUN_ID takes precedence."""

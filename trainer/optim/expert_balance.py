@@ -29,7 +29,7 @@ class ExpertBalance:
     """
 
     def __init__(self, model: TrainModel, *, device: torch.device | str):
-        """Raises UnsupportedError where layers have different numbers of experts."""
+        """Raises UnsupportedError if layers have different numbers of experts."""
         listed = [p for p in get_family(model.family).parameters(model.args) if p.role is Role.ROUTER_BIAS]
         sizes = {p.shape[0] for p in listed}
         if len(sizes) > 1:
@@ -45,7 +45,7 @@ class ExpertBalance:
 
     @staticmethod
     def of(model: TrainModel, *, device: torch.device | str) -> "ExpertBalance | None":
-        """None where the model has no experts."""
+        """None if the model has no experts."""
         has_experts = get_family(model.family).has_role(Role.ROUTER_BIAS, model.args)
         return ExpertBalance(model, device=device) if has_experts else None
 

@@ -161,7 +161,7 @@ def _pieces(
 ) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
     """(samples, queries, keys that they see, additive mask) of each document, or band of one, with queries.
 
-    Queries are the last C of the E tokens. The mask is None where the kernel's own causal mask is right.
+    Queries are the last C of the E tokens. The mask is None if the kernel's own causal mask is right.
     """
     num_samples, (_, num_keys) = len(q_BCNH), documents_BE.shape
     first = num_keys - q_BCNH.shape[1]
@@ -185,7 +185,7 @@ def _pieces(
 
 
 def _band(num_queries: int, num_keys: int, reach: int, *, dtype: torch.dtype) -> Tensor:
-    """0 where one of the last queries of `num_keys` tokens sees a key, else -inf: [num_queries, num_keys]."""
+    """0 if one of the last queries of `num_keys` tokens sees a key, else -inf: [num_queries, num_keys]."""
     last = num_keys - num_queries
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(last).triu(last - reach + 1)
     return torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, float("-inf"))

@@ -18,7 +18,7 @@ Before it, experts are a nested FSDP module, whose hooks the compiler does not t
 
 
 class ShardedExperts:
-    """Shards experts over `mesh`, and along `dim`: 1 where more ranks share a stack than it has experts."""
+    """Shards experts over `mesh`, and along `dim`: 1 if more ranks share a stack than it has experts."""
 
     def __init__(self, mesh: DeviceMesh, *, dim: int):
         self._mesh, self._placement = mesh, Shard(dim)

@@ -51,7 +51,7 @@ def schedule_of(parallelism: Parallelism, *, num_microbatches: int, pp: int) -> 
 
 
 def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
-    """The stages that the config sets. Raises ConfigError where the model cannot be split this way."""
+    """The stages that the config sets. Raises ConfigError if the model cannot be split this way."""
     explicit = parallelism.module_fqns_per_model_part
     modules: Sequence[Sequence[str]]
     if pp == 1:

@@ -47,7 +47,7 @@ def machine_identity() -> tuple[str, str, str]:
 
 def available_bytes() -> int | None:
     """Memory that can be allocated without swapping: what the machine, and the container or job that limits this
-    process, leave. None where the system does not say.
+    process, leave. None if the system does not say.
     """
     return min([*_of_machine(), *_of_cgroups()], default=None)
 

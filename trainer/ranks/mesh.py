@@ -52,7 +52,7 @@ def _axes(dims: MeshShape) -> dict[str, _Axis]:
 
 
 def communicators(dims: MeshShape) -> dict[str, tuple[str, ...]]:
-    """Communicators of a rank by name, and the axes that use each; none where there is one rank.
+    """Communicators of a rank by name, and the axes that use each; none if there is one rank.
 
     Each takes memory, and on many nodes time to connect, so axes over the same ranks share one, and an axis of degree 1
     has none. Clipping and the verdict of a step run over all ranks. Only those of _OWN never share.

@@ -169,7 +169,7 @@ def _with_one_worker(construct: Any) -> Any:
 
 
 def _options_of_one_worker(size: int, options: Any = None, *unknown: Any, **settings: Any) -> Any:
-    """The arguments of a gloo group as its options, with one worker. None where the options of this torch lack one."""
+    """The arguments of a gloo group as its options, with one worker. None if the options of this torch lack one."""
     type_: Any = getattr(dist.ProcessGroupGloo, "_Options", None)
     if type_ is None or unknown:
         return None

@@ -85,7 +85,7 @@ def join_group(
     """Join the default process group that the launcher's variables describe, within `timeout`.
 
     `options`: of `init_process_group`. Raises ConfigError for a variable, an address or a port that is wrong, and
-    LostRank where other ranks do not join.
+    LostRank if other ranks do not join.
     """
     import torch.distributed as dist
 
@@ -182,7 +182,7 @@ def _reach(address: str, port: int, own: Launched, deadline: float, *, hosts: bo
 
 
 def _connect(address: str, port: int, secs: float, found: list[Any]) -> None:
-    """Append None where the address accepts a connection, else why not."""
+    """Append None if the address accepts a connection, else why not."""
     try:
         socket.create_connection((address, port), timeout=secs).close()
         found.append(None)
@@ -308,7 +308,7 @@ def _count(key: str) -> str:
 
 @contextmanager
 def explained_connections() -> Iterator[None]:
-    """Around what connects the ranks of a group to each other. Raises LostRank where that fails."""
+    """Around what connects the ranks of a group to each other. Raises LostRank if that fails."""
     try:
         yield
     except RuntimeError as error:
