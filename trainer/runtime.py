@@ -19,7 +19,7 @@ def set_determinism(debug: Debug) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """What a rank computes on, for people."""
+    """The device of a rank, for people."""
     return torch.cuda.get_device_name() if device.type == "cuda" else "the CPU"
 
 

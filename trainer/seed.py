@@ -29,7 +29,7 @@ from trainer.ranks.machine import available_bytes, not_enough_memory
 
 @dataclass(frozen=True, slots=True)
 class SeedReport:
-    """What was written."""
+    """The report of a seed checkpoint."""
 
     destination: str
     model: str

@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
 
 class TrainModel:
-    """What a rank holds of the model, and the two things the loop does with it."""
+    """The parts of the model that a rank holds, and the two things the loop does with them."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def steps_to_load(folder: Path, steps: list[int], wanted: int) -> list[int]:
-    """Those of a folder's steps that may be loaded: `wanted` (checkpoint.load_step) alone, unless it is -1."""
+    """The steps of a folder that may be loaded: `wanted` (checkpoint.load_step) alone, unless it is -1."""
     if wanted == -1:
         return steps
     if wanted not in steps:

@@ -255,7 +255,7 @@ class Checkpoint:
     initial_load_in_hf: bool = False
     """Start from an HF folder: initial_load_path, or model.hf_assets_path if that is unset."""
     initial_load_in_hf_quantized: bool = False
-    """Its weights may be float8 with scales of blocks: they are dequantized to float32. With initial_load_in_hf."""
+    """Weights of that folder may be float8 with scales of blocks: they are dequantized to float32."""
     last_save_in_hf: bool = False
     """Export the last step's weights as an HF folder, `export-hf` under job.dump_folder."""
     last_save_in_torchtune: bool = False

@@ -47,13 +47,13 @@ class TokenIndex:
 
     @property
     def unigram_entropy(self) -> float | None:
-        """Of the held-out part, nats per token: what a model that knows only how frequent tokens are would pay."""
+        """Loss in nats per token, on the held-out part, of a model that knows only how frequent tokens are."""
         entropy: float | None = self.summary.get("unigram", {}).get("unigram_entropy")
         return entropy
 
     @property
     def tokenizer_digests(self) -> frozenset[str]:
-        """Of the files that say which text an id stands for, one of which is enough."""
+        """Digests of the files that say which text an id stands for; one of the files is enough."""
         files = self.summary["files"]
         return frozenset(files[name]["xxh3_128"] for name in (TIKTOKEN_MODEL, TOKENIZER_JSON) if name in files)
 
@@ -91,7 +91,7 @@ def open_index(folder: Path | str) -> TokenIndex:
 
 
 def read_vocab_size(folder: Path) -> int:
-    """Of the tokenizer that an index was made with, from index.json alone; raises DataError if that is none."""
+    """Number of ids of the tokenizer that an index was made with. Raises DataError if index.json does not say it."""
     summary = _read_summary(folder)
     vocab_size = summary.get("vocab_size")
     if not isinstance(vocab_size, int):
@@ -138,7 +138,7 @@ def _differs(path: Path, num_bytes: int, digest: str) -> bool:
 
 
 def digest_of(path: Path) -> str:
-    """Of a file's content."""
+    """The xxh3_128 of a file's content, in hex."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(8 << 20):

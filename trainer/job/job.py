@@ -61,7 +61,7 @@ class Job:
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that a token is multiplied with: fewer in a mixture of experts."""
+        """Number of parameters that a token is multiplied with: fewer in a mixture of experts."""
         return self.family.num_active_parameters(self.args)
 
     @property
@@ -188,7 +188,7 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
 
 
 def derived_degrees(parallelism: Parallelism) -> list[str]:
-    """What follows from the degrees: how ranks share the experts."""
+    """How ranks share the experts, which follows from the degrees."""
     if parallelism.expert_parallel_degree == 1:
         return []
     if parallelism.data_parallel_shard_degree == -1:

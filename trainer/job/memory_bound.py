@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def state_bytes(job: Job, ranks: Iterable[int]) -> list[int]:
-    """Of each rank, the bytes of its weights, their gradients and moments, and of what is saved and not trained."""
+    """Bytes of state of each rank: weights, gradients and moments, and what is saved and not trained."""
     value = itemsize(job.config.training.dtype)
     moments = 2 * itemsize(job.config.optimizer.state_dtype or job.config.training.dtype)
     kinds: dict[int, Counter[tuple[Parameter, bool]]] = {}  # layers are alike

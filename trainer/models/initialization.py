@@ -50,7 +50,7 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
 
 
 def gpt_oss_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
-    """As torchtitan's GPT-OSS: the depth scales every matrix of a layer, and its sinks.
+    """The distribution of torchtitan's GPT-OSS: the depth scales every matrix of a layer, and its sinks.
 
     Biases are 0, as in other families and in transformers; torchtitan draws them like the matrices.
     """

@@ -178,7 +178,7 @@ class Report:
 
 
 def load_metrics(loads: Sequence[ExpertLoad]) -> dict[str, float]:
-    """Of each layer with experts, and over them: the worst load, and all experts without a token."""
+    """The worst load and the number of experts without a token, of each layer with experts and of all."""
     if not loads:
         return {}
     return {
@@ -203,7 +203,7 @@ def _name_of(dump: Path) -> str:
 
 
 def _texts(job: Job) -> dict[str, str]:
-    """What TensorBoard shows beside the scalars."""
+    """Text that TensorBoard shows beside the scalars."""
     config = job.config
     name = _name_of(Path(config.job.dump_folder))
     ranks = f"{job.dims.world_size} rank{'s' if job.dims.world_size > 1 else ''}"

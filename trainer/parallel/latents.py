@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
 
 class GatherLatents(ParallelStyle):
-    """Of a module that returns its input: shards of the tokens become all tokens."""
+    """Style of a module that returns its input: shards of the tokens are gathered."""
 
     def __init__(self, shards: Placement):
         super().__init__()

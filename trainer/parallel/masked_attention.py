@@ -124,7 +124,7 @@ def _of_whole_sequences(attend: MaskedAttention) -> Callable[[Tensor], Any]:
 
 
 def masked_operations() -> list[Any]:
-    """Those of the modules made so far: results that are worth keeping when a layer is recomputed."""
+    """Operations of the modules made so far whose results are worth keeping when a layer is recomputed."""
     kept: list[Any] = [torch.ops.titan.attend_within_documents.default]
     if "torch.nn.attention.varlen" in sys.modules:  # importing what no layer uses takes seconds
         kept.append(torch.ops.torch_attn._varlen_attn.default)

@@ -84,7 +84,7 @@ def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """What FSDP gathers at once: layers, other modules, and the model with what is left."""
+    """Modules that FSDP gathers at once: layers, other modules, and the model with what is left."""
     for child in model.children():
         yield from child.children() if isinstance(child, nn.ModuleDict | nn.ModuleList) else (child,)
     yield model

@@ -95,12 +95,12 @@ class Meshes:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """What FSDP shards over: [fsdp], or [dp_replicate, fsdp] where shards are replicated (HSDP)."""
+        """Mesh that FSDP shards over: [fsdp], or [dp_replicate, fsdp] where shards are replicated (HSDP)."""
         return self.parameters["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else self.parameters["fsdp"]
 
     @property
     def efsdp(self) -> DeviceMesh | None:
-        """What FSDP shards experts over, with expert parallelism; replicas as in `fsdp`."""
+        """Mesh that FSDP shards experts over, with expert parallelism; replicas as in `fsdp`."""
         if self.experts is None:
             return None
         return self.experts["dp_replicate", "efsdp"] if self.dims.dp_replicate > 1 else self.experts["efsdp"]

@@ -17,7 +17,7 @@ from trainer.models.llama3.rope import RotaryAngles, rotate
 
 
 class PositionFeatures(NamedTuple):
-    """What the layers need of the tokens' positions."""
+    """Values that depend on the positions of tokens and that layers need."""
 
     rotations: Tensor
     temperatures: Tensor | None  # factors of q in the layers without rotation, fp32 [L, 1, 1] or [B, L, 1, 1]
