@@ -8,9 +8,10 @@ from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import MANIFEST
 from converters.containers.registry import CONTAINERS
 from converters.conversion.execute import Progress, no_progress
-from converters.engine.read import CatalogReader
+from converters.integrity.accept import accept_changes, changed_folder, check_json
 from converters.integrity.checks import (
     DigestRules,
+    changed_tensors,
     check_container,
     check_downloaded,
     check_items,
@@ -18,9 +19,10 @@ from converters.integrity.checks import (
     check_reading,
     check_structure,
     judge,
-    read_through,
+    read_tensors,
 )
 from converters.integrity.verify_report import Check, VerifyReport
+from converters.source.models_inside import ROOT
 from converters.source.open import open_checkpoint, require_exists
 from converters.store.hf_cache import snapshot_of
 from converters.store.manifest import Manifest, check_files, read_manifest
@@ -32,27 +34,35 @@ def verify(
     path: Path | str,
     *,
     quick: bool = False,
+    accept: bool = False,
     select: str | None = None,
     model_from: Path | str | None = None,
     progress: Progress = no_progress,
 ) -> VerifyReport:
     """Make every check that is possible for `path`. `quick` reads headers and small files, and no tensor.
 
-    `model_from`: a folder that describes the model, where the checkpoint does not. `select`: the model whose names and
-    shapes are checked, where the checkpoint holds several.
+    `accept`: the folder was changed on purpose: list what differs from its manifest, and replace the manifest if no
+    check fails. `model_from`: a folder that describes the model, where the checkpoint does not. `select`: the model
+    whose names and shapes are checked, where the checkpoint holds several.
 
-    Raises CheckpointError where there is nothing at `path`; a checkpoint that does not open is a failed check.
+    Raises CheckpointError if there is nothing at `path`, or nothing to accept; a checkpoint that does not open is a
+    failed check.
     """
     path = Path(path)
     require_exists(path)
+    changed = changed_folder(path) if accept else None
+    if changed and changed.manifest.selected:
+        select = select or ROOT
     try:
-        catalog = open_checkpoint(path, select=select)
+        catalog = open_checkpoint(path, select=select, against_manifest=changed is None)
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line and line != f"titan verify {path}")
-        checks = [Check("structure", "failed", error.message, hints), *_check_unopened(path, quick=quick)]
+        checks = [Check("structure", "failed", error.message, hints)]
+        checks += [] if changed else _check_unopened(path, quick=quick)
         return VerifyReport(str(path), "", tuple(checks), 0, 0, {})
     except UnsupportedError as error:
-        checks = [check for check in _check_unopened(path, quick=quick) if check.outcome == "failed"]
+        checks = [] if changed else _check_unopened(path, quick=quick)
+        checks = [check for check in checks if check.outcome == "failed"]
         if not checks:  # not damaged as far as known, and not supported
             raise
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message), *checks), 0, 0, {})
@@ -61,19 +71,34 @@ def verify(
     checks += check_reading(catalog)
     model_check, rules = check_model(catalog, model_from)
     checks.append(model_check)
-    manifest = _manifest_for(catalog, path)
     non_finite: dict[str, int] = {}
-    checks.append(_check_files(catalog, manifest, path, quick=quick))
-    if quick:
-        checks.append(Check("values", "not done", "no tensor was read (--quick)"))
-    elif checks[-1].outcome == "failed":
-        checks.append(_check_damaged(catalog, manifest, checks[-1], rules))
+    changes = None
+    if changed:
+        checks.append(check_json(changed))
+        if CONTAINERS[catalog.container].has_checksums:
+            checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
+        if all(check.outcome != "failed" for check in checks):  # reading damaged files would add nothing
+            with progress(catalog.num_bytes, "reading") as advance:
+                tensors = read_tensors(catalog, rules, {}, advance)
+            non_finite = tensors.non_finite
+            if problems := tensors.damaged + tensors.unsupported:
+                checks.append(judge("values", "tensors as a reader gets them", problems))
+            else:
+                compared, changes = accept_changes(changed, catalog, tensors.entries)
+                checks += compared
     else:
-        with progress(catalog.num_bytes, "reading") as advance:
-            checks.append(_check_values(catalog, manifest, rules, non_finite, advance))
-    return VerifyReport(
-        str(path), catalog.container, tuple(checks), len(catalog.tensors), catalog.num_bytes, non_finite
-    )
+        manifest = _manifest_for(catalog, path)
+        checks.append(_check_files(catalog, manifest, path, quick=quick))
+        if quick:
+            checks.append(Check("values", "not done", "no tensor was read (--quick)"))
+        elif checks[-1].outcome == "failed":
+            checks.append(_check_damaged(catalog, manifest, checks[-1], rules))
+        else:
+            with progress(catalog.num_bytes, "reading") as advance:
+                check, non_finite = _check_values(catalog, manifest, rules, advance)
+            checks.append(check)
+    num_tensors, num_bytes = len(catalog.tensors), catalog.num_bytes
+    return VerifyReport(str(path), catalog.container, tuple(checks), num_tensors, num_bytes, non_finite, changes)
 
 
 def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
@@ -105,7 +130,7 @@ def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, ru
         inside = {n: t for n, t in catalog.tensors.items() if n in weights}
     if manifest is None or not inside:
         return Check("values", "not done", "files are damaged; other values were not read")
-    check = _check_values(replace(catalog, tensors=inside), manifest, rules, {}, lambda num_bytes: None)
+    check, _ = _check_values(replace(catalog, tensors=inside), manifest, rules, lambda num_bytes: None)
     if check.outcome == "failed":
         return check
     return replace(
@@ -146,47 +171,24 @@ def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, qui
 
 
 def _check_values(
-    catalog: Catalog,
-    manifest: Manifest | None,
-    rules: DigestRules,
-    non_finite: dict[str, int],
-    advance: Callable[[int], None],
-) -> Check:
+    catalog: Catalog, manifest: Manifest | None, rules: DigestRules, advance: Callable[[int], None]
+) -> tuple[Check, dict[str, int]]:
     """Read every tensor as a reader would, and compare with dtype, shape and digest of the manifest."""
-    problems: list[str] = []
-    without, unread = list[str](), list[str]()
-    with CatalogReader(catalog) as reader:
-        for fqn, info in reader.tensors.items():
-            try:
-                source = rules.source_for(reader, fqn, manifest.tensors[fqn] if manifest else None)
-                digest, count = read_through(source, fqn, rules.native_rows, advance)
-            except UnsupportedError as error:
-                (unread if catalog.container == "dcp" and manifest is None else problems).append(error.message)
-                continue
-            except CheckpointError as error:
-                problems.append(error.message)
-                continue
-            if count:
-                non_finite[fqn] = count
-            if manifest is None:
-                continue
-            listed = manifest.tensors[fqn]
-            if (listed.dtype, listed.shape) != (info.dtype, info.shape):
-                problems.append(
-                    f"{fqn}: {info.dtype} {list(info.shape)}, listed as {listed.dtype} {list(listed.shape)}"
-                )
-            elif not listed.digest:
-                without.append(fqn)
-            elif listed.digest != digest:
-                problems.append(f"{fqn}: its values have changed (digest)")
+    listed = {fqn: manifest.tensors[fqn] for fqn in catalog.tensors} if manifest else {}
+    read = read_tensors(catalog, rules, listed, advance)
+    problems, total = list(read.damaged), len(catalog.tensors)
+    if manifest or catalog.container != "dcp":
+        problems += read.unsupported
+    if manifest:
+        compared = {fqn: entry for fqn, entry in listed.items() if fqn in read.entries}
+        problems += [f"{fqn}: {how}" for fqn, how in changed_tensors(compared, read.entries).items()]
     if problems:
-        return Check("values", "failed", "tensors as a reader gets them", tuple(problems))
-    total = len(catalog.tensors)
+        return Check("values", "failed", "tensors as a reader gets them", tuple(problems)), read.non_finite
     if manifest is None:
-        read = f"{total - len(unread):,} of {total:,}" if unread else f"all {total:,}"
-        detail = f"{read} tensors can be read, but there is no {MANIFEST} to compare them with"
-        return Check("values", "not possible", detail)
-    if without:  # only the CRC32 of their files can be compared
-        detail = f"{len(without):,} of {total:,} tensors have no digest: written with --no-digest"
-        return Check("values", "not possible" if len(without) == total else "warning", detail)
-    return Check("values", "ok", f"{total:,} tensors against their digests")
+        num_read = f"{len(read.entries):,} of {total:,}" if read.unsupported else f"all {total:,}"
+        detail = f"{num_read} tensors can be read, but there is no {MANIFEST} to compare them with"
+        return Check("values", "not possible", detail), read.non_finite
+    if without := sum(not entry.digest for entry in listed.values()):  # only the CRC32 of their files can be compared
+        detail = f"{without:,} of {total:,} tensors have no digest: written with --no-digest"
+        return Check("values", "not possible" if without == total else "warning", detail), read.non_finite
+    return Check("values", "ok", f"{total:,} tensors against their digests"), read.non_finite

@@ -1,6 +1,6 @@
 """The checks of a checkpoint that need no manifest: structure, names and shapes, CRC32s of items, readable values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -207,7 +207,55 @@ def _carries_none(reader: CatalogReader, fqn: str, chunk: Any) -> bool:
     return chunk.crc32 is None and chunk.record is not None and chunk.record[1] > 0
 
 
-def read_through(
+@dataclass(frozen=True, slots=True)
+class TensorSums:
+    """What was read of the tensors of a checkpoint. `non_finite`: tensor → number of NaN and infinite values."""
+
+    entries: dict[str, TensorSum]
+    non_finite: dict[str, int]
+    damaged: list[str]  # why a tensor could not be read
+    unsupported: list[str]
+
+
+def read_tensors(
+    catalog: Catalog, rules: DigestRules, listed: Mapping[str, TensorSum], advance: Callable[[int], None]
+) -> TensorSums:
+    """Read every tensor as a reader would. `listed`: what the manifest says of their digests."""
+    sums = TensorSums({}, {}, [], [])
+    with CatalogReader(catalog) as reader:
+        for fqn, info in reader.tensors.items():
+            try:
+                source = rules.source_for(reader, fqn, listed.get(fqn))
+                digest, count = _read_through(source, fqn, rules.native_rows, advance)
+            except UnsupportedError as error:
+                sums.unsupported.append(error.message)
+                continue
+            except CheckpointError as error:
+                sums.damaged.append(error.message)
+                continue
+            values = source.tensors[fqn]
+            dtype = values.dtype if values.dtype != info.dtype else ""
+            shape = values.shape if values.shape != info.shape else ()
+            sums.entries[fqn] = TensorSum(info.dtype, info.shape, digest, dtype, shape)
+            if count:
+                sums.non_finite[fqn] = count
+    return sums
+
+
+def changed_tensors(old: Mapping[str, TensorSum], new: Mapping[str, TensorSum]) -> dict[str, str]:
+    """Tensor → how it differs. Values of tensors without a digest are not compared."""
+    changed = {fqn: "gone" for fqn in old if fqn not in new}
+    for fqn, entry in new.items():
+        if (was := old.get(fqn)) is None:
+            changed[fqn] = "new"
+        elif (was.dtype, was.shape) != (entry.dtype, entry.shape):
+            changed[fqn] = f"{entry.dtype} {list(entry.shape)} instead of {was.dtype} {list(was.shape)}"
+        elif was.digest and was.digest != entry.digest:
+            changed[fqn] = "its values have changed (digest)"
+    return changed
+
+
+def _read_through(
     source: TensorSource, fqn: str, native_rows: RowNumbers | None, advance: Callable[[int], None]
 ) -> tuple[str, int]:
     """(digest, number of values that are not finite) of a tensor, read block by block."""

@@ -97,7 +97,7 @@ BELOW = {
         *("store", "tokenizers", "views"),
     },
 }
-DOORS = {"accept", "api", "convert", "diff", "inspect", "reshard", "verify"}
+DOORS = {"api", "convert", "diff", "inspect", "reshard", "verify"}
 # What each package of inference may import of the others and of the modules next to them
 INFER_BELOW = {
     "text": set(),

@@ -40,7 +40,6 @@ def verify(
       titan verify Llama-3.2-1B --quick --json
       titan verify my-finetune --accept
     """
-    from converters.accept import accept as accept_changes
     from converters.common.errors import ConfigError
     from converters.common.sizes import format_bytes
     from converters.verify import verify as verify_checkpoint
@@ -50,10 +49,9 @@ def verify(
     if accept and quick:
         raise ConfigError("--accept reads every tensor: leave --quick out")
     checkpoint = newest_step(checkpoint)
-    if accept:
-        report = accept_changes(checkpoint, select=select, model_from=model_from, progress=progress)
-    else:
-        report = verify_checkpoint(checkpoint, quick=quick, select=select, model_from=model_from, progress=progress)
+    report = verify_checkpoint(
+        checkpoint, quick=quick, accept=accept, select=select, model_from=model_from, progress=progress
+    )
     if as_json:
         print_json(report.to_json())
     else:

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import converters.engine.copy as copying
-from converters.accept import accept
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.convert import convert
 from converters.diff import diff
@@ -534,7 +533,7 @@ def test_verify_accept_of_a_folder_of_experts(dcp, tmp_path):
     tensors[UP.format(e=10)] = tensors[UP.format(e=10)] + 1
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     assert not verify(tmp_path / "hf").ok
-    report = accept(tmp_path / "hf")
+    report = verify(tmp_path / "hf", accept=True)
     assert report.ok and list(report.changes.tensors) == [UP.format(e=10)]
     assert verify(tmp_path / "hf").verdict == "all checks passed"
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")  # its digests still add up to those of stacks

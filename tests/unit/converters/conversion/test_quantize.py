@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from converters.accept import accept
 from converters.common.errors import CheckpointError, ConfigError, TitanError
 from converters.convert import convert
 from converters.formats.base import OutputOptions
@@ -298,12 +297,12 @@ def test_a_changed_folder_is_accepted_with_digests_of_its_values(native, tmp_pat
     config = json.loads((tmp_path / "fp8/config.json").read_text())
     (tmp_path / "fp8/config.json").write_text(json.dumps(config | {"my_key": 1}))
     assert not verify(tmp_path / "fp8").ok
-    assert accept(tmp_path / "fp8").ok
+    assert verify(tmp_path / "fp8", accept=True).ok
     assert read_manifest(tmp_path / "fp8").tensors == before
     assert verify(tmp_path / "fp8").ok
     del config["quantization_config"]
     (tmp_path / "fp8/config.json").write_text(json.dumps(config))
-    assert not accept(tmp_path / "fp8").ok  # codes without their scales
+    assert not verify(tmp_path / "fp8", accept=True).ok  # codes without their scales
 
 
 def test_its_identity_is_that_of_its_values(native, tmp_path):

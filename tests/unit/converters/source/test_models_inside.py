@@ -7,7 +7,6 @@ import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from converters.accept import accept
 from converters.common.errors import ConfigError, UnsupportedError
 from converters.convert import convert
 from converters.diff import diff
@@ -143,7 +142,7 @@ def test_a_model_that_is_selected_needs_no_selection_in_the_output(native, tmp_p
     report = reshard(folder, tmp_path / "out", select="new")
     assert report.selected == "new" and report.sections == {"old": len(b), "model": len(a)}
     (tmp_path / "out/titan_model.json").touch()
-    accept(tmp_path / "out")
+    verify(tmp_path / "out", accept=True)
     assert json.loads((tmp_path / "out/titan_manifest.json").read_text())["selected"] == "new"
     assert torch.equal(values(tmp_path / "out")["norm.weight"], a["norm.weight"])
     again = open_checkpoint(tmp_path / "out", select="old")

@@ -1,8 +1,9 @@
-"""converters/accept.py: what was changed on purpose is listed and accepted; what is damaged in itself is refused."""
+"""`verify` with `accept`: what was changed on purpose is listed and accepted; what is damaged is refused."""
 
 import json
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import converters.store.manifest as manifests
-from converters.accept import accept
 from converters.common.errors import CheckpointError
 from converters.common.names import MANIFEST
 from converters.convert import convert
@@ -22,6 +22,7 @@ from tests.tiny_llama import write_llama
 from trainer.checkpoints.export_plan import refuse_others
 
 NORM = "model.norm.weight"
+accept = partial(verify, accept=True)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_save_pretrained_into_the_folder(copy):
         model.model.norm.weight += 1
     model.save_pretrained(folder)
     report = accept(folder)
-    assert report.ok and report.changes.tensors == {NORM: "its values have changed"}
+    assert report.ok and report.changes.tensors == {NORM: "its values have changed (digest)"}
     assert {"config.json", "model.safetensors"} <= report.changes.files.keys()
     assert verify(folder).verdict == "all checks passed"
 
@@ -123,7 +124,7 @@ def test_a_flipped_value_of_safetensors_is_shown(copy):
     report = accept(folder)
     assert report.ok and len(report.changes.tensors) == 1, last
     (values,) = [check for check in report.checks if check.name == "values"]
-    assert values.outcome == "changed" and values.problems[0].endswith("its values have changed")
+    assert values.outcome == "changed" and values.problems[0].endswith("its values have changed (digest)")
 
 
 def test_files_and_dtypes_that_changed(copy):
@@ -136,8 +137,8 @@ def test_files_and_dtypes_that_changed(copy):
     save_file({name: t.bfloat16() if name == NORM else t for name, t in tensors.items()}, folder / "model.safetensors")
     report = accept(folder)
     assert report.ok and report.changes.tensors == {NORM: "bfloat16 [32] instead of float32 [32]"}
-    assert report.changes.files["NOTES.md"] == "added"
-    assert report.changes.files["tokenizer_config.json"] == "removed"
+    assert report.changes.files["NOTES.md"] == "not in the manifest"
+    assert report.changes.files["tokenizer_config.json"] == "missing"
     assert verify(folder).ok
 
 
@@ -159,7 +160,7 @@ def test_dcp_saved_anew_by_torch(copy):
         path.unlink()
     dcp.save(state, checkpoint_id=str(folder), no_dist=True)
     report = accept(folder)
-    assert report.ok and report.changes.tensors == {"norm.weight": "its values have changed"}
+    assert report.ok and report.changes.tensors == {"norm.weight": "its values have changed (digest)"}
     assert verify(folder).ok
 
 
@@ -254,7 +255,7 @@ def test_a_file_that_changes_meanwhile(copy, monkeypatch):
     folder = copy("hf")
     edit_config(folder, initializer_range=0.5)
     before = (folder / MANIFEST).read_bytes()
-    import converters.accept as accepting
+    import converters.integrity.accept as accepting
 
     def meddle(path):
         os.utime(folder / "config.json", ns=(1, 1))
