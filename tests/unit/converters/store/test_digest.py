@@ -1,14 +1,13 @@
 """Digests: the same for any cut, order and naming; another one for any other value, place, dtype or shape."""
 
 import random
-from time import process_time
 
 import numpy as np
 import pytest
 from xxhash import xxh3_128_intdigest
 
 from converters.common.box import Box
-from converters.store.digest import TensorDigest, sum_of_hashes
+from converters.store.digest import TensorDigest
 from tests.unit.converters.views.test_cover import split
 
 
@@ -100,16 +99,6 @@ def test_scalars():
     assert digest(np.array(1.0)) != digest(np.array(2.0))
 
 
-@pytest.mark.parametrize("width", range(1, 9))
-def test_short_inputs_are_hashed_as_xxhash_does(width):
-    generator = np.random.default_rng(width)
-    data = generator.integers(0, 256, (20_000, width), dtype=np.uint8)
-    seeds = generator.integers(0, 2**63, 20_000)
-    seeds[:4] = 0, 1, 2**32 - 1, 2**32
-    one_by_one = sum(xxh3_128_intdigest(row.tobytes(), seed) for row, seed in zip(data, seeds.tolist(), strict=True))
-    assert sum_of_hashes(data, seeds) == one_by_one
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32", "float64", "complex128"])
 @pytest.mark.parametrize("shape", [(300,), (200, 1), (70, 2, 2), (5, 40, 1)])
 def test_many_short_rows_have_the_digest_of_their_definition(dtype, shape):
@@ -118,13 +107,3 @@ def test_many_short_rows_have_the_digest_of_their_definition(dtype, shape):
     total = xxh3_128_intdigest(f"{dtype} {list(shape)}".encode())
     total += sum(xxh3_128_intdigest(row.tobytes(), number) for number, row in enumerate(rows))
     assert digest(array) == f"{total % 2**128:032x}"
-
-
-def test_a_long_vector_takes_no_call_per_element():
-    array = np.zeros(4_000_000, "float32")  # 0.8 s one by one
-    secs = []
-    for _ in range(3):
-        started = process_time()
-        digest(array)
-        secs.append(process_time() - started)
-    assert min(secs) < 0.5
