@@ -46,7 +46,6 @@ from converters.training.sections import (
     with_titan_sections,
 )
 from converters.views.catalog import Catalog
-from converters.views.expressions import has_own_rows
 from converters.views.view import View
 
 # Tensors that every rank reads whole (step counters, RNG states) share a file, instead of being in a rank's large one
@@ -140,7 +139,7 @@ def reshard(
     with CatalogReader(kept) as reader:
         contents = collect(reader, spelling, sections, allow_missing=allow_missing)
         stored = _stored(contents.source, training)
-        halved = (names for fqn, names in stored.items() if has_own_rows(contents.source.expressions[fqn]))
+        halved = (names for fqn, names in stored.items() if contents.source.expressions[fqn].has_own_digest)
         vouched = vouched_for(training.catalog, stored, halved=frozenset(chain.from_iterable(halved)))
         check_blobs(reader)
         _refuse_other_payloads(reader, sections)

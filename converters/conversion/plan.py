@@ -21,7 +21,7 @@ from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import is_named
 from converters.source.weights import NativeWeights, without_outer
 from converters.store.digest import TensorDigest
-from converters.views.expressions import Expression, Index, RowNumbers, Source, Stack, has_own_rows
+from converters.views.expressions import Expression, Index, RowNumbers, Source, Stack
 from converters.views.view import View
 
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
@@ -95,7 +95,7 @@ def plan_conversion(
             coded=frozenset(coded),
         )
     kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
-    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_own_rows(expression)}
+    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if expression.has_own_digest}
     stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
     return ConversionPlan(
         contents=contents,
@@ -106,7 +106,7 @@ def plan_conversion(
         halved=frozenset(
             held
             for name, names in stored.items()
-            if has_own_rows(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
+            if view.expressions[name].has_own_digest or not in_halves.isdisjoint(native_of[name])
             for held in names
         ),
         native_rows=None if naming is None else view.native_rows,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import cast
 
 from converters.families import rules
 from converters.families.base import ModelArgs, Naming, Parameter
@@ -67,7 +66,8 @@ def foreign_expressions(
     rows: dict[str, dict[int, tuple[Expression, int]]] = {}
     by_native = rules_for(held, naming)
     for fqn, parameter in held.items():
-        rule, source = by_native[with_placeholder(fqn)], cast(Expression, Source(parameter.fqn))
+        rule = by_native[with_placeholder(fqn)]
+        source: Expression = Source(parameter.fqn)
         foreign, op = foreign_tensors(rule, replace(parameter, fqn=fqn)), rule.op
         if isinstance(op, rules.Transposed):
             source, op = Transpose(source), op.of

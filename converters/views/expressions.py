@@ -6,9 +6,9 @@ Join, Stack and Index, HeadRows and HeadRows, Transpose and Transpose are each o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,30 +23,65 @@ Rows = Sequence[int]  # numbers of rows
 RowNumbers = Callable[[str, Rows], Rows]  # (FQN, rows as stored) → native rows (see digest.py)
 
 
-class Expression(Protocol):
-    """A node. It does not know its dtype and shape, which the view lists."""
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A node. It does not know its dtype and shape, which the view lists.
+
+    A node says what is different from its operands: the nodes among its fields.
+    """
+
+    has_other_rows: ClassVar[bool] = False  # its rows, or their numbers, are not those of its operands
+    has_source_rows: ClassVar[bool] = True  # each of its rows is one row of an operand, or of itself
+
+    @property
+    def operands(self) -> tuple["Expression", ...]:
+        """The nodes that it is made of."""
+        values = (getattr(self, field.name) for field in fields(self))
+        nodes = (node for value in values for node in (value if isinstance(value, tuple) else (value,)))
+        return tuple(node for node in nodes if isinstance(node, Expression))
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Names of the source's tensors that it reads."""
-        ...
+        return tuple(name for node in self.operands for name in node.sources)
 
     @property
     def rows_together(self) -> int:
         """Rows of a matrix that a block should hold together, because they are read together; 1: any block will do."""
-        ...
+        return max((node.rows_together for node in self.operands), default=1)
+
+    @property
+    def has_own_digest(self) -> bool:
+        """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
+        return self.has_other_rows or any(node.has_own_digest for node in self.operands)
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         """The values of a box."""
-        ...
+        raise NotImplementedError
 
     def renamed(self, rename: Callable[[str], str]) -> "Expression":
         """The same over other tensors of the same shapes, such as an optimizer's moments."""
-        ...
+        return replace(self, **{field.name: _renamed(getattr(self, field.name), rename) for field in fields(self)})
+
+    def source_rows(self, rows: Rows) -> Rows:
+        """The numbers that rows have in the source's tensors. Each row must be one row of one of them, or of a Join.
+
+        Where the source is native, these are the numbers of a digest (see digest.py). A Join has its own: if its parts
+        had theirs, which are the same ones, a digest would not change where rows of two parts are exchanged. So has a
+        Transpose, whose rows are columns of its part.
+        """
+        assert self.has_source_rows, f"{type(self).__name__}: its rows are parts of others"
+        return rows
+
+
+def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, rename) for item in value)
+    return value.renamed(rename) if isinstance(value, Expression) else value
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Source(Expression):
     """A tensor of the source, as it is."""
 
     name: str
@@ -54,10 +89,6 @@ class Source:
     @property
     def sources(self) -> tuple[str, ...]:
         return (self.name,)
-
-    @property
-    def rows_together(self) -> int:
-        return 1
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         return source.read(self.name, box)
@@ -67,7 +98,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRows:
+class HeadRows(Expression):
     """Rows of q or k, moved within each head: halves (0, h/2)(1, h/2+1)… of the part to pairs (0, 1)(2, 3)…, or back.
 
     Box of whole heads: reads exactly its own rows. Other boxes: at most one more head on each side.
@@ -76,10 +107,6 @@ class HeadRows:
     part: Expression
     head_dim: int
     to_halves: bool  # the result is in halves, the part in pairs
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self.part.sources
 
     @property
     def rows_together(self) -> int:
@@ -95,14 +122,14 @@ class HeadRows:
         values: np.ndarray[Any, Any] = span[source_rows - first]
         return values
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return replace(self, part=self.part.renamed(rename))
-
     def moved(self, rows: np.ndarray) -> np.ndarray:
         """For each row, the part's row that it is read from."""
         head, within = np.divmod(rows, self.head_dim)
         found: np.ndarray[Any, Any] = head * self.head_dim + head_order(self.head_dim, to_halves=self.to_halves)[within]
         return found
+
+    def source_rows(self, rows: Rows) -> Rows:
+        return self.part.source_rows(self.moved(np.asarray(rows)).tolist())
 
 
 @cache
@@ -113,18 +140,11 @@ def head_order(head_dim: int, *, to_halves: bool) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Expression):
     """Tensors of one shape, stacked along a new dim 0."""
 
+    has_source_rows = False
     parts: tuple[Expression, ...]
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(name for part in self.parts for name in part.sources)
-
-    @property
-    def rows_together(self) -> int:
-        return max(part.rows_together for part in self.parts)
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         (first, *offsets), (count, *sizes) = box.offsets, box.sizes
@@ -140,76 +160,52 @@ class Stack:
             stacked[number] = self.parts[first + number].read(source, within)
         return stacked
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return Stack(tuple(part.renamed(rename) for part in self.parts))
-
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class Index(Expression):
     """One of the tensors that `part` is a stack of. `num_rows`: of each, along all but its last dim."""
 
     part: Expression
     number: int
     num_rows: int
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self.part.sources
-
-    @property
-    def rows_together(self) -> int:
-        return self.part.rows_together
-
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         values: np.ndarray[Any, Any] = self.part.read(source, Box((self.number, *box.offsets), (1, *box.sizes)))[0]
         return values
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return replace(self, part=self.part.renamed(rename))
+    def source_rows(self, rows: Rows) -> Rows:
+        first = self.number * self.num_rows
+        if isinstance(rows, range):
+            return self.part.source_rows(range(rows.start + first, rows.stop + first))
+        return self.part.source_rows((np.asarray(rows) + first).tolist())
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class Take(Expression):
     """The part of a tensor that begins at `start` along `dim`."""
 
+    has_other_rows = True
+    has_source_rows = False
     part: Expression
     dim: int
     start: int
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self.part.sources
-
-    @property
-    def rows_together(self) -> int:
-        return self.part.rows_together
-
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         return self.part.read(source, _moved_along(box, self.dim, box.offsets[self.dim] + self.start))
-
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return replace(self, part=self.part.renamed(rename))
 
 
 _AT_ONCE = 1 << 20  # elements of a part that is joined or transposed: a box needs a few MiB besides itself
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Expression):
     """Parts, one after another along `dim`; `shape` is that of the whole."""
 
+    has_other_rows = True
     parts: tuple[Expression, ...]
     dim: int
     shape: tuple[int, ...]
     sizes: tuple[int, ...] = ()  # of the parts along `dim`; (): all are equal
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(name for part in self.parts for name in part.sources)
-
-    @property
-    def rows_together(self) -> int:
-        return max(part.rows_together for part in self.parts)
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         start, size = box.offsets[self.dim], self.shape[self.dim] // len(self.parts)
@@ -232,9 +228,6 @@ class Join:
         assert made is not None  # of at least two parts
         return made
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return replace(self, parts=tuple(part.renamed(rename) for part in self.parts))
-
 
 # Rows that are read together, so that runs of the part are long. An odd multiple of 32: with one of 1024, as many lines
 # of the part would share few sets of a core's cache (3 GB/s are transposed, instead of 5).
@@ -243,14 +236,11 @@ _STRIP_BYTES = 256  # of a row that is written at once: whole cache lines. 0.2 G
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(Expression):
     """A tensor with its last two dims exchanged. A box reads its own elements, each once."""
 
+    has_other_rows = True
     part: Expression
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self.part.sources
 
     @property
     def rows_together(self) -> int:
@@ -273,9 +263,6 @@ class Transpose:
             return self.part.read(source, _exchanged(box)).reshape(box.sizes)
         return made
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return Transpose(self.part.renamed(rename))
-
 
 def _transpose_into(out: np.ndarray, matrix: np.ndarray) -> None:
     strip = max(1, _STRIP_BYTES // matrix.itemsize)
@@ -290,28 +277,17 @@ def _exchanged(box: Box) -> Box:
 
 
 @dataclass(frozen=True, slots=True)
-class AllZeros:
+class AllZeros(Expression):
     """Zeros of `dtype`, for a tensor that the source does not have."""
 
     dtype: str
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ()
-
-    @property
-    def rows_together(self) -> int:
-        return 1
-
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         return np.zeros(box.sizes, numpy_dtype(self.dtype))
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return self
-
 
 @dataclass(frozen=True, slots=True)
-class Fp8Blocks:
+class Fp8Blocks(Expression):
     """A matrix of float8 codes times the scales of its blocks of (rows, columns), in `dtype` (fp8.decode).
 
     A box reads its own codes, and the scales of the blocks that it touches.
@@ -321,10 +297,6 @@ class Fp8Blocks:
     scales: Expression
     block: tuple[int, int]
     dtype: str  # float32 or bfloat16
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.codes.sources, *self.scales.sources)
 
     @property
     def rows_together(self) -> int:
@@ -340,12 +312,9 @@ class Fp8Blocks:
         start = (box.offsets[0], box.offsets[1])
         return decode(codes, self.scales.read(source, blocks), self.block, start=start, dtype=self.dtype)
 
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
-
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Blocks:
+class Mxfp4Blocks(Expression):
     """A tensor [..., columns] of mxfp4 codes [..., blocks, 16] with their scales [..., blocks], in `dtype`.
 
     A box reads the blocks that it touches.
@@ -354,14 +323,6 @@ class Mxfp4Blocks:
     codes: Expression
     scales: Expression
     dtype: str  # float32 or bfloat16
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return (*self.codes.sources, *self.scales.sources)
-
-    @property
-    def rows_together(self) -> int:
-        return 1
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         (*lead, column), (*counts, columns) = box.offsets, box.sizes
@@ -372,42 +333,6 @@ class Mxfp4Blocks:
         start = column - first * MXFP4_BLOCK
         found: np.ndarray[Any, Any] = values[..., start : start + columns]
         return found
-
-    def renamed(self, rename: Callable[[str], str]) -> Expression:
-        return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
-
-
-def has_own_rows(expression: Expression) -> bool:
-    """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
-    if isinstance(expression, Take | Join | Transpose):
-        return True
-    match expression:
-        case HeadRows(part) | Index(part):
-            return has_own_rows(part)
-        case Stack(parts):
-            return any(map(has_own_rows, parts))
-    return False
-
-
-def source_rows(expression: Expression, rows: Rows) -> Rows:
-    """The numbers that rows have in the source's tensors. Each row must be one row of one of them, or of a Join.
-
-    Where the source is native, these are the numbers of a digest (see digest.py). A Join has its own: if its parts had
-    theirs, which are the same ones, a digest would not change where rows of two parts are exchanged. So has a
-    Transpose, whose rows are columns of its part.
-    """
-    match expression:
-        case HeadRows(part):
-            return source_rows(part, expression.moved(np.asarray(rows)).tolist())
-        case Index(part, number, num_rows):
-            first = number * num_rows
-            if isinstance(rows, range):
-                return source_rows(part, range(rows.start + first, rows.stop + first))
-            return source_rows(part, (np.asarray(rows) + first).tolist())
-    assert isinstance(expression, Source | AllZeros | Join | Transpose | Fp8Blocks | Mxfp4Blocks), (
-        f"{type(expression).__name__}: its rows are parts of others"
-    )
-    return rows
 
 
 def _moved_along(box: Box, dim: int, offset: int, size: int | None = None) -> Box:

@@ -11,7 +11,7 @@ import numpy as np
 from converters.common.box import Box, TensorInfo, TensorSource
 from converters.common.errors import CheckpointError
 from converters.views.casts import count_non_finite
-from converters.views.expressions import Expression, Rows, source_rows
+from converters.views.expressions import Expression, Rows
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
 REPEATED_REASON = "a copy of "  # + the name of the first
@@ -55,7 +55,7 @@ class View:
     def native_rows(self, fqn: str, rows: Rows) -> Rows:
         """The native numbers of a foreign view's rows, so that a digest does not depend on the naming."""
         expression = self.expressions.get(fqn)
-        return rows if expression is None else source_rows(expression, rows)
+        return rows if expression is None else expression.source_rows(rows)
 
 
 def require_finite(name: str, values: np.ndarray) -> None:

@@ -15,8 +15,6 @@ from converters.views.expressions import (
     Stack,
     Take,
     Transpose,
-    has_own_rows,
-    source_rows,
 )
 
 RNG = np.random.default_rng(0)
@@ -102,11 +100,11 @@ def digest_of(array, rows=lambda numbers: numbers) -> TensorDigest:
 
 def test_digests_of_parts_add_up_to_that_of_the_stack():
     whole = digest_of(STACKED)
-    parts = [digest_of(STACKED[n], lambda rows, n=n: source_rows(Index(Source("w"), n, 6), rows)) for n in range(12)]
+    parts = [digest_of(STACKED[n], lambda rows, n=n: Index(Source("w"), n, 6).source_rows(rows)) for n in range(12)]
     total = sum(sum_of_rows(part.hexdigest(), "float32", (6, 5)) for part in parts)
     assert digest_of_sum(total, "float32", STACKED.shape) == whole.hexdigest()
     swapped = [
-        digest_of(STACKED[n ^ 1], lambda rows, n=n: source_rows(Index(Source("w"), n, 6), rows)) for n in range(12)
+        digest_of(STACKED[n ^ 1], lambda rows, n=n: Index(Source("w"), n, 6).source_rows(rows)) for n in range(12)
     ]
     assert digest_of_sum(sum(part.partial for part in swapped), "float32", STACKED.shape) != whole.hexdigest()
 
@@ -115,7 +113,7 @@ def test_digests_of_parts_add_up_to_that_of_the_stack():
 def test_a_fused_tensor_has_a_digest_of_its_own_which_sees_exchanged_halves(dim):
     halves, join = (STACKED, STACKED + 100), Join((Source("w"), Source("up")), dim, (0, 0, 0))
     fused, swapped = (
-        digest_of(np.concatenate(parts, dim), lambda rows: source_rows(join, rows)) for parts in (halves, halves[::-1])
+        digest_of(np.concatenate(parts, dim), lambda rows: join.source_rows(rows)) for parts in (halves, halves[::-1])
     )
     assert fused.hexdigest() == digest_of(np.concatenate(halves, dim)).hexdigest() != swapped.hexdigest()
 
@@ -123,12 +121,12 @@ def test_a_fused_tensor_has_a_digest_of_its_own_which_sees_exchanged_halves(dim)
 def test_what_has_rows_of_its_own():
     take, turned = Take(Source("fused"), 1, 3), Transpose(Source("w"))
     found = [
-        has_own_rows(e)
+        e.has_own_digest
         for e in (take, turned, Stack((Source("a"), take)), Index(take, 0, 3), Join((Source("a"),), 0, (1,)))
     ]
     assert all(found)
     assert not any(
-        has_own_rows(e) for e in (Source("a"), CASES["stack"][0], Index(Source("a"), 0, 3), AllZeros("float32"))
+        e.has_own_digest for e in (Source("a"), CASES["stack"][0], Index(Source("a"), 0, 3), AllZeros("float32"))
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from converters.common.box import Box, TensorInfo
 from converters.views import fp8
-from converters.views.expressions import Fp8Blocks, HeadRows, Source, Stack, source_rows
+from converters.views.expressions import Fp8Blocks, HeadRows, Source, Stack
 from tests.fp8_folders import dequantize, quantize
 
 BLOCK = (128, 128)
@@ -116,7 +116,7 @@ def test_it_is_a_leaf_below_heads_and_stacks():
     assert stack.rows_together == 128 and stack.sources == ("codes", "scales") * 2
     found = stack.read(source, Box((1, 100, 0), (1, 60, 40)))
     assert np.array_equal(bits(found), bits(whole[None, 100:160]))
-    assert source_rows(node(), range(3, 7)) == range(3, 7)
+    assert node().source_rows(range(3, 7)) == range(3, 7)
     assert node().renamed(str.upper).sources == ("CODES", "SCALES")
 
 
