@@ -17,8 +17,8 @@ from converters.families.base import Family, Naming, Parameter, Role
 from converters.families.rules import Rule, Same
 from tests.tiny_families import NUMBERS
 from trainer.models import registry as trained_families
-from trainer.models.llama3.model import Attention, Transformer
-from trainer.models.qwen3.model import rotate_halves
+from trainer.models.decoder import Attention, Transformer
+from trainer.models.qwen3 import rotate_halves
 from trainer.models.registry import TrainerFamily
 
 BIASED = {

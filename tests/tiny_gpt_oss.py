@@ -113,7 +113,7 @@ def native_logits(weights, tokens, args):
     """
     from torch.nn.functional import embedding, linear
 
-    from trainer.models.llama3.rope import rope_frequencies, rotation_scale
+    from trainer.models.rope import rope_frequencies, rotation_scale
 
     held = {fqn: torch.as_tensor(tensor).double() for fqn, tensor in weights.items()}
     angles = torch.arange(len(tokens))[:, None].float() * rope_frequencies(args, args.head_dim)

@@ -24,7 +24,7 @@ from trainer.seed import seed as _seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.models.llama3.model import Attention, FeedForward, Transformer
+    from trainer.models.decoder import Attention, FeedForward, Transformer
     from trainer.models.moe import MoE
 
 __all__ = [
@@ -34,10 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 _NEED_TORCH = {
-    "Attention": "trainer.models.llama3.model",
-    "FeedForward": "trainer.models.llama3.model",
+    "Attention": "trainer.models.decoder",
+    "FeedForward": "trainer.models.decoder",
     "MoE": "trainer.models.moe",
-    "Transformer": "trainer.models.llama3.model",
+    "Transformer": "trainer.models.decoder",
 }
 
 

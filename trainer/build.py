@@ -21,7 +21,7 @@ from trainer.job.hardware import check_hardware
 from trainer.job.job import Job
 from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
 from trainer.observability.log import note
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget

@@ -25,7 +25,7 @@ from trainer.runner import Runner
 from trainer.runtime import cores_per_rank
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 class Shard(NamedTuple):

@@ -118,7 +118,7 @@ def _bare_step():
     import torch.nn.functional as F
 
     from converters.families.llama3 import FLAVORS
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
     model = Transformer(FLAVORS["debugmodel"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

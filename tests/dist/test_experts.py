@@ -54,7 +54,7 @@ from tests.dist.training import (
 from trainer.checkpoints.arrays import as_tensor
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.moe import GroupedExperts
-from trainer.models.qwen3.model import build_model as build_plain_model
+from trainer.models.qwen3 import build_model as build_plain_model
 from trainer.models.registry import get_trainer_family
 from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule

@@ -226,14 +226,14 @@ CONFIG = hf_config.ConfigClass("Granite", "GraniteForCausalLM", "granite", max_s
 
 class Scaled(Attention):
     def forward(self, x, rotations):
-        from trainer.models.llama3.rope import rotate
+        from trainer.models.rope import rotate
 
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.wq, self.wk, self.wv))
         return self.wo(self.inner_attention(rotate(q, rotations), rotate(k, rotations), v, CALL).flatten(-2))
 
 
 def build_model(args):
-    from trainer.models.llama3.model import TransformerBlock
+    from trainer.models.decoder import TransformerBlock
 
     class Block(TransformerBlock):
         def forward(self, x, rotations):

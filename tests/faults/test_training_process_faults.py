@@ -40,7 +40,7 @@ def _fault(phase, what, rank):
     from torch import Tensor
 
     from trainer import train
-    from trainer.models.llama3.model import TransformerBlock
+    from trainer.models.decoder import TransformerBlock
     from trainer.observability.report import Report
     from trainer.optim.adam import LocalAdam
     from trainer.parallel import expert_parallel

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from converters.families.llama3 import FLAVORS
 from trainer.config.sections import Compile
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.document_attention import positions_in_documents
 from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention

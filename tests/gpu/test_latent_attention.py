@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from converters.families.deepseek_v3 import FLAVORS
-from trainer.models.deepseek_v3.model import build_model, softmax_scale
-from trainer.models.llama3.model import CausalAttention
+from trainer.models.decoder import CausalAttention
+from trainer.models.deepseek_v3 import build_model, softmax_scale
 from trainer.parallel.attention_backend import attention_backends
 from trainer.parallel.context import attend_to_prefix, attend_with_cudnn
 from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention

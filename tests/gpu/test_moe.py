@@ -11,7 +11,7 @@ from converters.families.qwen3 import FLAVORS
 from trainer.config.sections import Compile
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.grouped_product import grouped_product
-from trainer.models.qwen3.model import build_model
+from trainer.models.qwen3 import build_model
 from trainer.parallel.compile import apply_compile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

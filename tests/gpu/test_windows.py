@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from converters.families import gpt_oss, llama4
 from converters.families.base import GroupedQuery
 from trainer.config.sections import Compile
-from trainer.models.llama3.model import attend_densely
+from trainer.models.decoder import attend_densely
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 import titan_tools.memory.trace.capture
 import trainer.build
-import trainer.models.deepseek_v3.model
-import trainer.models.llama3.model
-import trainer.models.qwen3.model
+import trainer.models.decoder
+import trainer.models.deepseek_v3
+import trainer.models.qwen3
 import trainer.parallel.activation_checkpoint
 import trainer.parallel.expert_parallel
 import trainer.parallel.tensor
@@ -62,14 +62,14 @@ _label_parameters = titan_tools.memory.trace.capture._label_parameters
 def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
     """Build captured runs as torchtitan built them."""
     norm = {"python": python_rms_norm, "composite": composite_rms_norm, "fused": nn.RMSNorm.forward}[build.norm]
-    llama, qwen = trainer.models.llama3.model, trainer.models.qwen3.model
+    llama, qwen = trainer.models.decoder, trainer.models.qwen3
     with ExitStack() as patches:
         for owner, name, value in (
             (nn.RMSNorm, "forward", norm),
             (llama.Attention, "forward", llama_attention),
             (llama.RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
             (qwen.QKNormAttention, "forward", qwen_attention if build.repeats_keys else grouped_qwen_attention),
-            (trainer.models.deepseek_v3.model, "rotate", complex_rotate),
+            (trainer.models.deepseek_v3, "rotate", complex_rotate),
             (MoE, "forward", padded_experts if build.pads_experts else scatter_added_experts),
             (trainer.build, "install_loss", partial(_install_loss, build)),
             (trainer.build, "apply_fsdp", _ends_in_root(build) if build.has_ends_in_root else _separate_groups(build)),

@@ -1,6 +1,6 @@
 """torchtitan's earlier norms, attention and loss, which use memory differently from ours. After its sources.
 
-Shape letters as in trainer/models/llama3/model.py.
+Shape letters as in trainer/models/decoder.py.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 def install_loss(

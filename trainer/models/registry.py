@@ -11,7 +11,7 @@ from trainer.models.initialization import Distribution, gpt_oss_distribution, in
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +33,31 @@ class TrainerFamily:
 
 
 def _build_llama3(args: ModelArgs) -> "Transformer":
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
     return Transformer(args)
 
 
 def _build_qwen3(args: ModelArgs) -> "Transformer":
-    from trainer.models.qwen3.model import build_model
+    from trainer.models.qwen3 import build_model
 
     return build_model(args)
 
 
 def _build_deepseek_v3(args: ModelArgs) -> "Transformer":
-    from trainer.models.deepseek_v3.model import build_model
+    from trainer.models.deepseek_v3 import build_model
 
     return build_model(args)
 
 
 def _build_gpt_oss(args: ModelArgs) -> "Transformer":
-    from trainer.models.gpt_oss.model import build_model
+    from trainer.models.gpt_oss import build_model
 
     return build_model(args)
 
 
 def _build_llama4(args: ModelArgs) -> "Transformer":
-    from trainer.models.llama4.model import build_model
+    from trainer.models.llama4 import build_model
 
     return build_model(args)
 

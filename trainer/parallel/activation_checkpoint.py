@@ -14,7 +14,7 @@ from trainer.config.sections import ActivationCheckpoint
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 def activation_checkpoint_problems(

@@ -12,7 +12,7 @@ from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from trainer.ranks.machine import Device
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 def compiles(settings: Compile, component: str) -> bool:

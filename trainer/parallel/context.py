@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery
-from trainer.models.llama3.model import PLAIN, first_features, to_one_width
+from trainer.models.decoder import PLAIN, first_features, to_one_width
 from trainer.parallel.shards import gather_shards
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 _CUDNN_WITHOUT_NAN = 92600  # 9.26: see cudnn_may_give_nan
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from converters.layout.mesh_shape import MeshShape
 from trainer.models.biased_experts import BiasedExperts
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE, grouped_swiglu
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.expert_exchange import NO_ROWS_ASSUMED, exchange_counts, return_from_experts, send_to_experts

@@ -14,7 +14,7 @@ from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 _KEYS = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 CONVERTER = "quantize.linear.float8"
 _SECTION = CONVERTER

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
     from trainer.parallel.expert_shards import ShardedExperts
 
 

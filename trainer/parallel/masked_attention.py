@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery
-from trainer.models.llama3.model import PLAIN
+from trainer.models.decoder import PLAIN
 from trainer.parallel.context import ContextParallelAttention, MaskedAttention
 from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents
 from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 _Reach = tuple[int | None, int | None]  # window and chunk
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from trainer.parallel.stages import StageSplit
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 def keep_modules(model: "Transformer", names: Sequence[str]) -> "Transformer":

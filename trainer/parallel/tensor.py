@@ -21,7 +21,7 @@ from trainer.parallel.embedding import RowsOfVocabulary
 from trainer.parallel.latents import ColumnsOfGathered, GatherLatents
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 _SEQUENCE = Shard(1)  # of [B, L, D]
 _HEADS = Shard(0)  # of sinks

@@ -13,7 +13,7 @@ from trainer.parallel.stages import StageSplit
 from trainer.ranks.mesh import Meshes, local_part
 
 if TYPE_CHECKING:
-    from trainer.models.llama3.model import Transformer
+    from trainer.models.decoder import Transformer
 
 
 class TiedCopies:

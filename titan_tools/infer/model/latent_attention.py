@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.base import Latent
-from trainer.models.llama3.rope import rotate
+from trainer.models.rope import rotate
 
 
 class LatentAttention(nn.Module):

@@ -1,6 +1,6 @@
 """Bytes of activations: what a block keeps for backward in each checkpointing mode, and what its backward adds.
 
-Counted per tensor of trainer/models/llama3/model.py (SwiGLU, grouped-query attention, flash attention) and of Qwen 3's
+Counted per tensor of trainer/models/decoder.py (SwiGLU, grouped-query attention, flash attention) and of Qwen 3's
 attention, which normalizes the heads of q and k: published formulas (arXiv 2205.05198 §4: 34·s·b·h) are for GPT with
 dropout in fp16. A test compares with what torch keeps on a CPU.
 """

@@ -21,7 +21,7 @@ from trainer.loss import registry as losses
 from trainer.loss.install import choose_loss
 from trainer.loss.registry import register_loss
 from trainer.models import registry as models
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.registry import TrainerFamily, check_parameters
 from trainer.observability import sinks
 from trainer.observability.sinks import LoggedRun, open_registered_sinks, register_metric_sink

@@ -37,10 +37,10 @@ from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
 from trainer.job.job import Job
 from trainer.loss.cross_entropy import cross_entropy_sum
-from trainer.models.llama3 import model as llama
-from trainer.models.llama3.rope import RotaryAngles, rotate
+from trainer.models import decoder as llama
+from trainer.models import qwen3 as qwen
 from trainer.models.moe import MoE
-from trainer.models.qwen3 import model as qwen
+from trainer.models.rope import RotaryAngles, rotate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,7 @@ from trainer.loss.chunked import ChunkedOutput
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.runner import WholeModel
 
 DIM, VOCAB = 32, 200

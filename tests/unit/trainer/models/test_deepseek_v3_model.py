@@ -11,7 +11,7 @@ from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parame
 from converters.source.weights import open_native
 from tests.deepseek_reference import by_our_names, published_routes, their_model
 from tests.tiny_deepseek import NUMBERS, native_logits, write_deepseek
-from trainer.models.deepseek_v3.model import build_model, softmax_scale
+from trainer.models.deepseek_v3 import build_model, softmax_scale
 from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.models.moe import Router
 from trainer.models.registry import get_trainer_family

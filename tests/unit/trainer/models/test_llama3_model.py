@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from converters.families.base import ModelArgs, RopeScaling
 from converters.families.llama3 import FLAVORS, parameters
 from tests.hf_names import interleaved, native_name
-from trainer.models.llama3.model import Transformer
-from trainer.models.llama3.rope import RotaryAngles, rotate
+from trainer.models.decoder import Transformer
+from trainer.models.rope import RotaryAngles, rotate
 
 SEQ_LEN = 48
 STARTS = (0, 5000, 16000)

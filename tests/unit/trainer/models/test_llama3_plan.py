@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from converters.families.llama3 import FLAVORS, parameters
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 

@@ -13,7 +13,7 @@ from trainer.config.sections import ActivationCheckpoint
 from trainer.models import grouped_product as products
 from trainer.models.grouped_product import grouped_product
 from trainer.models.moe import MoE
-from trainer.models.qwen3.model import build_model
+from trainer.models.qwen3 import build_model
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 from trainer.parallel.cpu_products import fp32_products
 

@@ -8,8 +8,8 @@ from converters.families.base import ModelArgs
 from converters.families.qwen3 import FLAVORS, Qwen3Args
 from converters.families.registry import get_family
 from tests.hf_names import interleaved, native_name
-from trainer.models.llama3.model import Transformer
-from trainer.models.qwen3.model import build_model
+from trainer.models.decoder import Transformer
+from trainer.models.qwen3 import build_model
 
 SEQ_LEN = 48
 STARTS = (0, 5000, 16000)

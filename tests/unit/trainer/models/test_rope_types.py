@@ -15,7 +15,7 @@ from converters.families.llama3 import LLAMA3
 from converters.families.model_numbers import check_args
 from converters.families.registry import get_family, read_hf_config
 from converters.model.model_info import ModelInfo, read_model_info, write_model_info
-from trainer.models.llama3.rope import RotaryAngles
+from trainer.models.rope import RotaryAngles
 
 _LENGTHS = st.integers(1, 2**20)
 _FACTORS = st.floats(0.25, 64) | st.integers(1, 64)

@@ -17,11 +17,11 @@ from converters.families.base import Block, Dense, GroupedQuery, RopeScaling
 from converters.families.llama3 import LLAMA3
 from converters.families.registry import get_family
 from trainer.config.sections import Compile
-from trainer.models.llama3.model import Attention, Transformer
-from trainer.models.llama3.rope import RotaryAngles
-from trainer.models.llama4.model import temperature_factors
-from trainer.models.qwen3.model import QKNormAttention
+from trainer.models.decoder import Attention, Transformer
+from trainer.models.llama4 import temperature_factors
+from trainer.models.qwen3 import QKNormAttention
 from trainer.models.registry import check_kinds, get_trainer_family
+from trainer.models.rope import RotaryAngles
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
 from trainer.parallel.masked_attention import apply_masks, masked_layers

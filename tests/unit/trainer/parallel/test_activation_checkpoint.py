@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from converters.families.llama3 import FLAVORS
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.parallel.activation_checkpoint import (
     _kept_operations,
     _matrix_products,

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainer.parallel.context
 from converters.families.deepseek_v3 import FLAVORS as LATENTS
 from converters.families.llama3 import FLAVORS
-from trainer.models.deepseek_v3.model import build_model
+from trainer.models.deepseek_v3 import build_model
 from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.context import (
     ContextParallelAttention,

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from converters.families.base import GroupedQuery
-from trainer.models.llama3.model import CausalAttention
+from trainer.models.decoder import CausalAttention
 from trainer.parallel.attention_backend import WideAttention
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions
 from trainer.parallel.document_attention import PerDocumentAttention, _pieces, chunks_of_documents

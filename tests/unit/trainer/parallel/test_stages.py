@@ -14,7 +14,7 @@ from converters.layout.mesh_shape import MeshShape
 from converters.layout.stages import stages_of_rank
 from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, Training
 from trainer.job.job import layout_problems
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.parallel.pipeline import keep_modules
 from trainer.parallel.stages import (
     LOOPED_SCHEDULES,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-import trainer.models.llama3.model as llama3_model
+import trainer.models.decoder as llama3_model
 from converters.families.registry import get_family
 from titan_tools.memory.expand import ranks
 from titan_tools.memory.expand.layers import Depth, expand_layers, shallow_model

@@ -27,7 +27,7 @@ from trainer.config.sections import ActivationCheckpoint, Compile, Training
 from trainer.data.batch import Batch
 from trainer.job.job import resolve_job
 from trainer.loss.install import install_loss
-from trainer.models.llama3.model import Transformer
+from trainer.models.decoder import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 from trainer.ranks.gpus import GPUS

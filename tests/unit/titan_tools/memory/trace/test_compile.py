@@ -296,7 +296,7 @@ from trainer.models import registry as models
 
 
 def build_model(args):
-    from trainer.models.llama3.model import Transformer, TransformerBlock
+    from trainer.models.decoder import Transformer, TransformerBlock
 
     class Block(TransformerBlock):
         def forward(self, x, rotations):

@@ -17,7 +17,7 @@ from trainer.config.preset import preset_names
 from trainer.config.sections import Config
 from trainer.job.job import Job, resolve
 from trainer.loss import registry as loss_registry
-from trainer.models.llama3.model import TransformerBlock
+from trainer.models.decoder import TransformerBlock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

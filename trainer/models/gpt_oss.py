@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery, ModelArgs
 from converters.families.gpt_oss import block
-from trainer.models.llama3.model import CausalAttention, Transformer
-from trainer.models.qwen3.model import rotate_halves
+from trainer.models.decoder import CausalAttention, Transformer
+from trainer.models.qwen3 import rotate_halves
 
 
 class SinkAttention(nn.Module):

@@ -1,7 +1,6 @@
-"""Llama 3 in plain PyTorch.
+"""The decoder of every family, in plain PyTorch, and Llama's attention. Other families pass theirs to `Transformer`.
 
-Tensor parallelism, FSDP, pipeline stages, context parallelism and cached inference are applied from outside. Families
-that differ only in attention pass theirs to `Transformer`.
+Tensor parallelism, FSDP, pipeline stages, context parallelism and cached inference are applied from outside.
 
 Shape letters: B batch, L tokens (of this sequence shard), D model dim, N query heads, K key/value heads,
 H head dim, V vocabulary. N and K are what this rank holds, so they are inferred with -1.
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from converters.common.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, ModelArgs, dense_block
-from trainer.models.llama3.rope import RotaryAngles, rotate
 from trainer.models.moe import MoE
+from trainer.models.rope import RotaryAngles, rotate
 
 PLAIN = GroupedQuery()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery, ModelArgs
 from converters.families.qwen3 import block
-from trainer.models.llama3.model import PLAIN, CausalAttention, Transformer, refuse_other_kinds
+from trainer.models.decoder import PLAIN, CausalAttention, Transformer, refuse_other_kinds
 
 
 class QKNormAttention(nn.Module):

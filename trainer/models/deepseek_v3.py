@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from converters.families.base import Latent, ModelArgs, YarnRope
 from converters.families.deepseek_v3 import block
-from trainer.models.llama3.model import CausalAttention, Transformer
-from trainer.models.llama3.rope import rotate, yarn_magnitude
+from trainer.models.decoder import CausalAttention, Transformer
+from trainer.models.rope import rotate, yarn_magnitude
 
 _LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says: the published code passes none
 

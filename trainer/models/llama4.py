@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery, ModelArgs
 from converters.families.llama4 import Llama4Args, block
-from trainer.models.llama3.model import CausalAttention, Transformer
-from trainer.models.llama3.rope import RotaryAngles, rotate
+from trainer.models.decoder import CausalAttention, Transformer
+from trainer.models.rope import RotaryAngles, rotate
 
 
 class PositionFeatures(NamedTuple):
