@@ -6,6 +6,7 @@ beside it. Truncation and padding, which a training script may have left in the 
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -137,16 +138,31 @@ def _read(files: tuple[tuple[str, Path], ...], with_merges: bool, stamps: tuple[
             f"there is no {TOKENIZER_JSON} or {TIKTOKEN_MODEL}",
             hint="a prepared data folder, an HF folder and a checkpoint's assets hold one",
         )
-    try:
+    with library_errors(path):
         if path.name == MOONSHOT_RANKS and "auto_map" in _settings(assets):
             return _of_moonshot(assets, path, with_merges=with_merges)
         if is_metas(assets):
             return _of_meta(path, with_merges=with_merges)
         return _as_transformers(assets, path, with_merges=with_merges)
+
+
+@contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Around calls of the tokenizers library on the content of `path`. Raises CheckpointError for damaged content.
+
+    The library raises a bare Exception, or PanicException, which is a BaseException and has no module to import.
+    """
+    try:
+        yield
     except TitanError:
         raise
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(
+            f"{path}: not a tokenizer: {error or type(error).__name__}",
+            hint="the tokenizer's files are damaged, or contradict each other; fetch or save them again",
+        ) from None
 
 
 def _of_moonshot(assets: Mapping[str, Path], path: Path, *, with_merges: bool) -> FolderTokenizer:
@@ -291,6 +307,8 @@ def _update_post_processor(tokenizer: Tokenizer, named: Mapping[str, Token], set
         if not settings.get(f"add_{role}") or role not in named:
             return []
         text = str(named[role])
+        if not text:  # transformers takes the unknown token in its place
+            raise ValueError(f"{role} is the empty string, and add_{role} is true: name it in {TOKENIZER_CONFIG}")
         id = tokenizer.token_to_id(text)
         assert id is not None  # a named token was added where it was missing
         return [(text, id)]

@@ -127,7 +127,10 @@ def tokenizes_differently(one: Tokenizer, other: Tokenizer) -> bool:
 
 class _FolderTokenizer:
     def __init__(self, found: "FolderTokenizer", assets: Mapping[str, Path], num_rows: int | None = None):
+        from converters.tokenizers.reader import library_errors
+
         self._tokenizer, self._pieces_of, self._where = found.tokenizer, found.pieces_of, found.where
+        self._library_errors = library_errors
         self._splits_special = found.settings.get("split_special_tokens") is True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.base_size = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
@@ -137,7 +140,8 @@ class _FolderTokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.special_names = frozenset[str]() if self._splits_special else _special_names(self._tokenizer)
         self._special_text = None if self._splits_special else SpecialText(self._tokenizer)
-        self.prefix_ids, self.suffix_ids = _around_text(self._tokenizer.post_processor)
+        with library_errors(found.where):
+            self.prefix_ids, self.suffix_ids = _around_text(self._tokenizer.post_processor)
         named = {key: (found.named.get(key), found.id_of(key)) for key in ("bos_token", "eos_token")}
         settings = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
         self.ends = _document_ends(named, assets, settings, self.vocab_size)
@@ -146,8 +150,9 @@ class _FolderTokenizer:
         _refuse_lone_surrogates(text)
         self._tokenizer.encode_special_tokens = self._splits_special or not special
         ids: list[int] = []
-        for piece in self._pieces_of(text) if self._pieces_of else (text,):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+        with self._library_errors(self._where):
+            for piece in self._pieces_of(text) if self._pieces_of else (text,):
+                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
         return _framed(self.ends, ids, bos=bos, eos=eos)
 
     def checked(self, ids: list[int]) -> list[int]:
@@ -167,7 +172,8 @@ class _FolderTokenizer:
         for id in ids:
             if self._tokenizer.id_to_token(id) is None:  # which the library leaves out
                 raise DataError(f"token id {id} is not used by this tokenizer")
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._library_errors(self._where):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 class _SentencePieceTokenizer:
@@ -244,7 +250,7 @@ def _document_ends(
             return id, f"{text} ({id}), the tokenizer's {role}"
         stated = generation.get(f"{role}_id")
         first = (stated[0] if stated else None) if isinstance(stated, list) else stated
-        if first is None or (role in settings and settings[role] is None and role == "bos_token"):
+        if first is None or (role in settings and not settings[role] and role == "bos_token"):
             return None, f"nothing (there is no {role})"
         if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first < vocab_size:
             raise DataError(

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from converters.common.errors import DataError
+from converters.common.errors import CheckpointError, DataError
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_llama import BOS, EOS, write_tokenizer
@@ -166,6 +166,40 @@ def test_an_id_outside_the_vocabulary_is_refused(tmp_path, id):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": id}))
     with pytest.raises(DataError, match="eos_token_id .* is no id of the tokenizer's"):
         load_tokenizer(tmp_path)
+
+
+DAMAGED = {  # the library panics at the first two when it reads, at the others when it encodes; or raises Exception
+    "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "template": {"post_processor": template(BEGIN, "A") | {"special_tokens": {}}},
+    "pattern": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    "no [UNK]": {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_file_at_which_the_library_panics_is_named(tmp_path, kind):
+    write_tokenizer(tmp_path)
+    described = json.loads((tmp_path / "tokenizer.json").read_text()) | DAMAGED[kind]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match="tokenizer.json: not a tokenizer: .+"):
+        load_tokenizer(tmp_path).encode("some text")
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
+def test_an_empty_string_names_no_token(tmp_path, llama2, role):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED | {role: ""}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({f"{name}_id": 7 for name in NAMED}))
+    ends = load_tokenizer(tmp_path).ends
+    assert (ends.begin, ends.end) == ((None, EOS) if role == "bos_token" else (BOS, 7))  # as null does
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(llama2, alone)
+    config = {"tokenizer_class": "LlamaTokenizer", role: "", f"add_{role}": True}
+    (alone / "tokenizer_config.json").write_text(json.dumps(config))
+    (alone / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 500}))
+    with pytest.raises(CheckpointError, match=f"{role} is the empty string, and add_{role} is true"):
+        load_tokenizer(alone)
 
 
 def test_a_tokenizer_that_cuts_and_pads_reads_whole_texts(tmp_path):
