@@ -32,7 +32,7 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.families.registry import get_family
 from converters.formats.base import Format, OutputOptions
-from converters.formats.registry import get_format, usual_format
+from converters.formats.registry import FORMATS, get_format, usual_format
 from converters.integrity.source_check import unchecked_remark, vouched_for
 from converters.model.mtp import check_repeats, describe_mtp
 from converters.model.multimodal import describe_extras, require_extras
@@ -153,8 +153,7 @@ def convert(
             options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
         ) as scales_from,
     ):
-        if source is not None:
-            _require_names(src, dst, opened.naming, get_format(source), output)
+        named = [] if source is None else _check_names(src, dst, opened, get_format(source), output)
         if keep_extra:
             require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
         weights, trained = apply_trained_by(opened, trained_by)
@@ -173,7 +172,7 @@ def convert(
         quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
-        remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes, *weights.notes_on_codes]
+        remarks = [*named, *trained, *destination.remarks(src, weights), *weights.info.notes, *weights.notes_on_codes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         remarks += [describe_unknown(scales_from, weights.num_mtp_layers if mtp == "keep" else 0)]
         carried = destination.carried_files(weights)
@@ -315,12 +314,21 @@ def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:
         ) from error
 
 
-def _require_names(src: Path, dst: Path, naming: str, wanted: Format, output: Format) -> None:
-    """Raise CheckpointError where `src` is of Hugging Face and OpenAI's was named, or the reverse: files are alike."""
-    found = "openai" if naming.startswith("openai") else "hf"
-    if wanted.name in ("hf", "openai") and wanted.name != found:
-        tries = [f"titan convert {found}-to-{output.name} {src} {dst}"]
-        raise CheckpointError(f"{src} is {get_format(found).called}, not {wanted.called}", tries=tries)
+def _check_names(src: Path, dst: Path, weights: NativeWeights, wanted: Format, output: Format) -> list[str]:
+    """A remark on the names in `src`, whose container other formats have, too.
+
+    Raises CheckpointError where they are those of another format.
+    """
+    container, names = weights.catalog.container, weights.naming
+    remarks = [text for begin, text in wanted.names.items() if begin == container or names.startswith(begin)]
+    if remarks or not wanted.names:
+        return [text for text in remarks if text]
+    others = (f for f in FORMATS.values() if container in f.containers and names.startswith(tuple(f.names)))
+    found = next(others, usual_format(container))
+    if found is wanted:
+        return [f"tensors have {names} names, not those of {wanted.called}"]
+    tries = [f"titan convert {found.name}-to-{output.name} {src} {dst}"]
+    raise CheckpointError(f"{src} is {found.called} with {names} names, not {wanted.called}", tries=tries)
 
 
 def _require_format(src: Path, dst: Path, catalog: Catalog, wanted: Format, output: Format) -> None:

@@ -45,6 +45,7 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
     if not entry and names == _sharded_files(path):
         return Catalog(path, "safetensors", _join_shards(path, names))
     _refuse_ranks(path, names)
+    require_series(path, names)
     if len(names) != 1:
         raise CheckpointError(
             f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
@@ -145,13 +146,30 @@ def read_weight_map(index: Path) -> dict[str, Any]:
     return weight_map
 
 
-_SERIES = re.compile(r"(.*)-\d+(-of-\d+\.\w+)")
+_SERIES = re.compile(r"(.*)-(\d+)(-of-(\d+)\.\w+)")
+_MOST_FILES = 10_000  # of a series; a name may claim any number
 _ONLY_ONE = re.compile(r".*-of-0*1\.\w+")
 
 
 def is_of_series(name: str) -> bool:
     """Whether a file is one of several, by its name (model-00002-of-00003.safetensors)."""
     return _SERIES.fullmatch(name) is not None and not _ONLY_ONE.fullmatch(name)
+
+
+def require_series(folder: Path, names: Collection[str]) -> None:
+    """Raise CheckpointError for files of a series (model-00001-of-00003) if others are missing, by their names."""
+    found = [match.groups() for name in names if (match := _SERIES.fullmatch(name))]
+    first = min((int(number) for _, number, _, _ in found), default=1) and 1  # some tools count from 0
+    missing: dict[str, None] = {}
+    for stem, number, rest, length in found:
+        numbers = range(first, first + min(int(length), _MOST_FILES))
+        series = (f"{stem}-{n:0{len(number)}}{rest}" for n in numbers)
+        missing |= dict.fromkeys(name for name in series if name not in names)
+    if missing:
+        raise CheckpointError(
+            f"{folder}: files are missing, by the names of the others:{list_offenders(list(missing))}",
+            hint="an incomplete download or copy; fetch the folder again",
+        )
 
 
 def index_remarks(folder: Path, num_bytes: int) -> list[str]:
@@ -168,9 +186,9 @@ def index_remarks(folder: Path, num_bytes: int) -> list[str]:
 
 def _forgotten_files(folder: Path, named: Collection[str]) -> list[str]:
     """Files of the same series that the index does not name: they are from another save."""
-    series = {match.groups() for name in named if (match := _SERIES.fullmatch(name))}
+    series = {match.group(1, 3) for name in named if (match := _SERIES.fullmatch(name))}
     beside = sorted({path.name for path in folder.iterdir()} - set(named))
-    return [name for name in beside if (match := _SERIES.fullmatch(name)) and match.groups() in series]
+    return [name for name in beside if (match := _SERIES.fullmatch(name)) and match.group(1, 3) in series]
 
 
 def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:

@@ -43,6 +43,8 @@ def _open_folder(files: FolderFiles) -> Catalog:
         refuse_strange_files(files.path, files.torch)
         index = files.path / TORCH_INDEX
         return Catalog(files.path, "torch", safetensors.read_indexed(files.path, index, _read_file))
+    if not files.entry:
+        safetensors.require_series(files.path, files.torch)
     return open_file(files.path / (files.entry or files.torch[0]))
 
 

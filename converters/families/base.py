@@ -74,6 +74,12 @@ def rope_type(scaling: Scaling | None) -> str:
     return next(name for name, kind in SCALINGS.items() if isinstance(scaling, kind))
 
 
+def describe_rope(scaling: Scaling) -> str:
+    """The scaling in a message: `RoPE of type llama3 (factor 8, low_freq_factor 1, …)`, without what is not set."""
+    numbers = [f"{key} {value:.10g}" for key, value in asdict(scaling).items() if isinstance(value, int | float)]
+    return f"RoPE of type {rope_type(scaling)} ({', '.join(numbers)})"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
     """The numbers of a Llama-like decoder. Serialized as `args` in titan_model.json."""

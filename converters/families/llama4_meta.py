@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling, StoredTensor
+from converters.families.base import ModelArgs, RopeScaling, StoredTensor, describe_rope
 from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
 from converters.families.meta_params import ffn_hidden
@@ -164,7 +164,7 @@ def meta_params(args: ModelArgs) -> dict[str, Any]:
         isinstance(scaling, RopeScaling)
         and (scaling.low_freq_factor, scaling.original_max_position_embeddings) == (1.0, 8192)
     ):
-        problems.append(f"{scaling}: low_freq_factor is 1 and original_max_position_embeddings 8192")
+        problems.append(f"{describe_rope(scaling)}: low_freq_factor is 1 and original_max_position_embeddings 8192")
     widths = _widths(args)
     if widths is None:
         problems.append(f"feed-forwards of {args.ffn_hidden} and experts of {args.expert_hidden} at dim {args.dim}")

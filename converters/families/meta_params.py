@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.base import ModelArgs, RopeScaling, describe_rope
 from converters.families.model_numbers import check_numbers
 
 # Meta's 3.2 releases have only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
@@ -76,13 +76,12 @@ def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
     """
     params = _numbers(args)
     scaling = args.rope_scaling
-    is_expressible = scaling is None or (
+    if scaling is not None and not (
         isinstance(scaling, RopeScaling)
         and scaling == RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor)
-    )
-    if not is_expressible:
+    ):
         raise UnsupportedError(
-            f"params.json cannot express {scaling}",
+            f"params.json cannot express {describe_rope(scaling)}",
             hint="Meta's code takes low_freq_factor 1 and original_max_position_embeddings 8192",
         )
     params |= {"rope_theta": args.rope_theta, "use_scaled_rope": scaling is not None}
@@ -100,7 +99,7 @@ def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
     """
     params = _numbers(args)
     if args.rope_scaling is not None:
-        raise UnsupportedError(f"params.json of Llama 2 cannot express {args.rope_scaling}")
+        raise UnsupportedError(f"params.json of Llama 2 cannot express {describe_rope(args.rope_scaling)}")
     understood = args.rope_theta == LLAMA2_THETA and args.vocab_size < _TIKTOKEN_VOCABULARY
     return params if understood else params | {"rope_theta": args.rope_theta}
 

@@ -203,6 +203,8 @@ class Format:
     naming: Callable[[Family, OutputOptions], Naming | None]  # None: native names
     plan: Callable[[Contents, OutputOptions], Target]
     write_small_files: Callable[[Path, Contents, OutputOptions], list[str]]  # returns the names of what it wrote
+    # how the name of a source's naming begins, or its container → a remark on such a source, or ""; empty: any
+    names: Mapping[str, str] = field(default_factory=dict)
     from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself
     to_dcp: CommandHelp | None = None  # of `NAME-to-dcp`
     file_suffixes: tuple[str, ...] = ()  # of a DST that is a single file

@@ -74,6 +74,7 @@ HF = Format(
     name="hf",
     called="a Hugging Face checkpoint",
     containers=("safetensors", "torch"),
+    names={"hf": ""},
     takes=("shard_bytes", "quantize", "scales_from", "fused_experts", "drop_expert_bias"),
     naming=_naming,
     plan=_plan,

@@ -55,6 +55,7 @@ OPENAI = Format(
     name="openai",
     called="OpenAI's release of GPT-OSS",
     containers=("safetensors",),
+    names={"openai": ""},
     takes=("shard_bytes", "quantize", "scales_from", "drop_expert_bias"),
     naming=_naming,
     plan=_plan,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from converters.containers.target import Target
     from converters.families.base import Family, Naming
 
+_TAKEN = "the source has {}'s names, which torchtune's checkpointers read and write, too"
 _ONE_FILE = {"meta": META_SHARD.format(index=0), "torchtune": TORCH_MODEL}  # checkpointers that read just one
 
 
@@ -136,6 +137,7 @@ TORCHTUNE = Format(
     name="torchtune",
     called="a torchtune checkpoint",
     containers=("safetensors", "torch", "meta"),  # of its checkpointers, each with its own names
+    names={"torchtune": "", "hf": _TAKEN.format("Hugging Face"), "meta": _TAKEN.format("Meta")},
     takes=("style", "device", "dataset", "shard_bytes"),
     naming=_naming,
     plan=_plan,

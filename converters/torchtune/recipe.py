@@ -11,7 +11,7 @@ from typing import Any
 
 from converters.common.errors import ConfigError, UnsupportedError, list_offenders
 from converters.common.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
-from converters.families.base import ModelArgs, Role, RopeScaling, rope_type
+from converters.families.base import ModelArgs, Role, RopeScaling, describe_rope, rope_type
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.torchtune.chat_file import ChatFile
@@ -58,7 +58,8 @@ def require_model(info: ModelInfo) -> None:
     if scaling is not None and not isinstance(scaling, RopeScaling):
         problems.append(f"RoPE of type {rope_type(scaling)}: it has only llama3's")
     elif scaling is not None and scaling != RopeScaling(factor=scaling.factor):
-        problems.append(f"{scaling}: it supports only another factor, from {RopeScaling()}")
+        known = describe_rope(RopeScaling(factor=scaling.factor))
+        problems.append(f"{describe_rope(scaling)}: it supports only another factor, as in {known}")
     if args.attention_bias or args.mlp_bias:
         problems.append("biases of linear layers: its builders of Llama models have none")
     if problems:

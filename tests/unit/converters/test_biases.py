@@ -89,7 +89,7 @@ def test_formats_without_biases_say_so(tmp_path, to, said):
 
 
 @pytest.mark.parametrize(
-    ("to", "said"), [("meta", "params.json of Llama 2 cannot express LinearRope"), ("torchtune", "RoPE of type linear")]
+    ("to", "said"), [("meta", "Llama 2 cannot express RoPE of type linear"), ("torchtune", "RoPE of type linear")]
 )
 def test_formats_of_fewer_rope_types_say_so(tmp_path, to, said):
     write_tiny(tmp_path / "hf", "llama2", numbers={"rope_scaling": LINEAR, "num_hidden_layers": 1})

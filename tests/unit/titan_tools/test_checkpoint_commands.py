@@ -224,7 +224,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
             ["convert", "auto", "plain", "out", "--to", "meta", "--shard-size", "1GB"],
             "means nothing for an original Meta release",
         ),
-        (["convert", "auto", "hf", "out", "--to", "meta"], "params.json cannot express RopeScaling"),
+        (["convert", "auto", "hf", "out", "--to", "meta"], "params.json cannot express RoPE of type llama3"),
         (["convert", "dcp-to-meta", "plain", "out"], "titan convert hf-to-meta plain out"),
         (
             ["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=2", "--shard-size", "1GB"],

@@ -77,6 +77,22 @@ def test_every_pair_has_a_command(titan, source, to, tmp_path):
     assert f"titan convert {source}-to-{to} SRC DST" in titan("help", "convert", f"{source}-to-{to}").stdout
 
 
+def test_a_source_of_another_format_in_the_same_container_is_refused_or_noted(titan, tmp_path):
+    for to in ("torch", "meta", "torchtune"):
+        style = ["--style", "torchtune"] if to == "torchtune" else []
+        assert titan("convert", "auto", "hf", tmp_path / to, "--to", to, *style)[0] == 0
+    called = {"hf": "a Hugging Face checkpoint", "torchtune": "a torchtune checkpoint"}
+    for source, given in (("hf", "torch"), ("torchtune", "torch"), ("hf", "torchtune")):
+        code, _, err = titan("convert", f"{source}-to-dcp", tmp_path / given, tmp_path / "out")
+        assert code == 2 and f"not {called[source]}\ntry: titan convert {given}-to-dcp " in err
+    for given, name in ((tmp_path / "meta", "Meta"), ("hf", "Hugging Face")):
+        code, out, _ = titan("convert", "torchtune-to-dcp", given, tmp_path / "out", "--dry-run")
+        assert code == 0 and f"  note      the source has {name}'s names, which torchtune's checkpointers" in out
+    for source, given in (("torchtune", tmp_path / "torchtune"), ("meta", tmp_path / "meta"), ("hf", "hf")):
+        code, out, _ = titan("convert", f"{source}-to-dcp", given, tmp_path / "out", "--dry-run")
+        assert code == 0 and "names, " not in out.split("\n", 1)[1]
+
+
 def test_options_of_one_format_are_refused_by_the_others(titan, folder, tmp_path):
     given = {
         "--for-mesh=tp=2": {"dcp"},

@@ -120,6 +120,21 @@ def test_two_files_without_an_index_are_refused(tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(("numbers", "length"), [((1,), 3), ((1, 2), 3), ((3,), 3), ((0,), 2)])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_files_that_are_missing_by_the_names_of_the_others_are_listed(tmp_path, suffix, numbers, length):
+    if suffix == "bin" and len(numbers) > 1:
+        pytest.skip("several torch files without an index are no checkpoint")
+    for number in numbers:
+        file = tmp_path / f"model-{number:05}-of-{length:05}.{suffix}"
+        (torch.save if suffix == "bin" else safetensors.torch.save_file)({f"a{number}": torch.zeros(2)}, file)
+    first = min(1, *numbers)
+    missing = [f"model-{n:05}-of-{length:05}.{suffix}" for n in range(first, first + length) if n not in numbers]
+    with pytest.raises(CheckpointError, match="(?s)files are missing.*" + ".*".join(missing)) as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.message.count("\n") == len(missing)
+
+
 def file_of(header: object, data: bytes = b"\0" * 8) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data

@@ -207,7 +207,7 @@ def test_code_llama_is_a_llama2_by_its_vocabulary():
 
 def test_llama2_has_no_scaling_in_params_json():
     args = replace(get_family("llama2").flavors["7B"], rope_scaling=RopeScaling())
-    with pytest.raises(UnsupportedError, match="Llama 2 cannot express RopeScaling"):
+    with pytest.raises(UnsupportedError, match="Llama 2 cannot express RoPE of type llama3"):
         get_family("llama2").meta_params(args)
 
 

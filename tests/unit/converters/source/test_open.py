@@ -181,7 +181,7 @@ def test_nothing_here_needs_torch(tmp_path):
 
 
 def test_files_of_a_series_without_an_index_are_no_advice(tmp_path):
-    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2)]
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     for name in names:
         safetensors.torch.save_file({name: torch.zeros(1)}, tmp_path / name)
     with pytest.raises(CheckpointError, match="2 safetensors files and no") as caught:
