@@ -1,5 +1,6 @@
 """`titan models`: list the supported model families and flavors."""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ def models(
       titan models --json
     """
     from titan_tools.model_list import list_models
-    from titan_tools.terminal.console import print_json, table
+    from titan_tools.terminal.console import print_json, table, wrapped
 
     listed = list_models()
     if as_json:
@@ -43,11 +44,15 @@ def models(
         for family in listed
         for flavor in family["flavors"]
     ]
-    table(columns, rows)
+    table(columns, rows, drop=("tied", "head dim", "kv heads", "heads", "vocabulary", "dim", "layers"))
     print()
     for family in listed:
-        print(f"{family['family']} ({', '.join(family['architectures'])})")
-        print(f"  commands  {', '.join(family['commands'])}")
-        print(f"  written   {', '.join(family['formats'])}")
-        print(f"  names     {', '.join(family['namings'])}")
-        print(f"  quantize  {', '.join(family['quantize']) or 'none'}")
+        print(wrapped(f"{family['family']} ({', '.join(family['architectures'])})", sys.stdout, indent=2))
+        details = {
+            "commands": family["commands"],
+            "written": family["formats"],
+            "names": family["namings"],
+            "quantize": family["quantize"] or ["none"],
+        }
+        for name, values in details.items():
+            print(wrapped(f"  {name:<9} {', '.join(values)}", sys.stdout, indent=10))

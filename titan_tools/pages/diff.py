@@ -21,7 +21,7 @@ def print_differences(report: DiffReport, *, every: bool) -> None:
     rows = [_row(d.name, [d]) for d in report.differences] if every else _folded(report.differences)
     shown = rows if every else rows[:_MOST_LINES]
     if shown:
-        table(("name", "differs in", "tensors", "max |A-B|", "relative", "detail"), shown)
+        table(("name", "differs in", "tensors", "max |A-B|", "relative", "detail"), shown, drop=("relative",))
     if len(shown) < len(rows):
         print(f"… and {len(rows) - len(shown):,} more lines (--every lists all)")
     for where in dict.fromkeys(report.not_compared.values()):

@@ -1,5 +1,6 @@
 """Print the page of `titan inspect`: the model, the weights as a tree, then the other sections and values."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from converters.common.sizes import format_bytes
 from converters.containers.registry import CONTAINERS
 from converters.families.llama2 import SENTENCEPIECE_VOCABULARIES
 from converters.inspect import Inspection
-from titan_tools.terminal.console import count, table
+from titan_tools.terminal.console import count, table, wrapped
 
 _COLUMNS = ("dtype", "shape", "tensors", "chunks", "bytes")
 _MOST_VALUE = 100  # characters of a value
@@ -19,7 +20,7 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
     manifest = "with a manifest of titan's" if found.has_manifest else "no manifest"
     print(f"{found.path}: {CONTAINERS[found.container].title}, {found.naming} names, {manifest}")
     for line in _describe_model(found):
-        print(line)
+        print(wrapped(line, sys.stdout, indent=0 if line.startswith(" ") else 7))
     for text in found.notes:
         print(f"note:  {text}")
     if found.quantization:

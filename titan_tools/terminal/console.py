@@ -11,6 +11,7 @@ from shutil import get_terminal_size
 from typing import Any, TextIO
 
 _NUMBER = r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf|nan)"
+_LEAST_TEXT = 16  # characters, to which a column of text is folded
 _NUMBERS = re.compile(rf"{_NUMBER}( … {_NUMBER})?( ?%| [KMGT]?i?B)?")
 
 
@@ -157,26 +158,58 @@ def non_finite(name: str, number: int) -> str:
     return f"{name} holds {count(number, 'value')} that {'is' if number == 1 else 'are'} NaN or infinite"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, drop: Sequence[str] = ()) -> None:
     """Print rows under a header as plain text with aligned columns.
 
-    Columns of numbers are right-aligned, including numbers with a unit and ranges: `1.5 … 2.0 GiB`.
+    Columns of numbers are right-aligned, including numbers with a unit and ranges: `1.5 … 2.0 GiB`. If a terminal is
+    too narrow, the columns of `drop` are left out one after another, then text is folded. What is piped is whole.
     """
     cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
-    widths = (
-        [max(map(len, column)) for column in zip(columns, *cells, strict=True)] if cells else [len(c) for c in columns]
-    )
-    right = [_are_numbers([row[i] for row in cells]) for i in range(len(columns))]
+    shown = list(range(len(columns)))
+    widths = [max(len(columns[i]), *(len(row[i]) for row in cells), 0) for i in shown]
+    right = [_are_numbers([row[i] for row in cells]) for i in shown]
+    room = get_terminal_size().columns if sys.stdout.isatty() else None
 
-    def line(row: Sequence[str]) -> str:
-        parts = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
-        return "  ".join(parts).rstrip()
+    def is_too_wide(widths: Iterable[int]) -> bool:
+        return room is not None and sum(width + 2 for width in widths) - 2 > room
 
-    print(line(columns))
-    print("  ".join("─" * w for w in widths))
-    for row in cells:
-        print(line(row))
+    left_out = []
+    for name in drop:
+        if is_too_wide(widths[i] for i in shown):
+            left_out.append(name)
+            shown.remove(columns.index(name))
+    if is_too_wide(widths[i] if right[i] else min(widths[i], _LEAST_TEXT) for i in shown):  # even if folded
+        for row in cells:
+            print("\n  ".join([row[0], *(f"{columns[i]}: {row[i]}" for i in shown[1:] if row[i])]))
+    elif is_too_wide(widths[i] for i in shown):
+        _print_folded(columns, cells, [(i, right[i], min(widths[i], _LEAST_TEXT)) for i in shown])
+    else:
+        for row in ([*columns], ["─" * width for width in widths], *cells):
+            parts = (row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in shown)
+            print("  ".join(parts).rstrip())
+    if left_out:
+        print(wrapped(f"left out at {room} columns: {', '.join(left_out)}; --json has all", sys.stdout))
     sys.stdout.flush()
+
+
+def _print_folded(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[tuple[int, bool, int]]
+) -> None:
+    """`shown`: the place of a column, whether it has numbers, and the width to which its text may be folded."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    for place, is_number, least in shown:
+        if is_number:
+            grid.add_column(columns[place], justify="right", no_wrap=True)
+        else:
+            grid.add_column(columns[place], overflow="fold", min_width=least)
+    for row in rows:
+        grid.add_row(*(Text(row[place]) for place, _, _ in shown))
+    Console(file=sys.stdout, highlight=False).print(grid)
 
 
 def _are_numbers(column: Sequence[str]) -> bool:

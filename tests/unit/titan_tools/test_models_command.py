@@ -1,6 +1,8 @@
 """`titan models`: every family with its flavors, and only formats and commands that work."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -47,3 +49,15 @@ def test_listed_formats_and_commands_work(listed):
                 get_format("hf").naming(family, OutputOptions(quantize=text))
     assert "train" not in listed["commands"] or get_trainer_family(family.name)
     assert ("meta" in listed["formats"]) == (family.meta_params is not None)
+
+
+def test_a_terminal_of_80_columns_shows_names_and_sizes(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", stream := Terminal())
+    models()
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0].split() == ["family", "flavor", "parameters", "active", "layers"]

@@ -28,6 +28,34 @@ def test_a_table_without_rows_is_its_header(capsys):
     assert capsys.readouterr().out == "name  size\n────  ────\n"
 
 
+ROWS = [("layers.0.attention.wq.weight", 1000, "values differ, and the first one is at [0, 0]", 1.5), ("b", 7, "", 2)]
+
+
+def lines_at(monkeypatch, columns, rows=ROWS):
+    """The lines of a table on a terminal of so many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", stream := Terminal())
+    table(("name", "n", "detail", "relative"), rows, drop=("relative",))
+    return stream.getvalue().splitlines()
+
+
+def test_a_table_that_is_too_wide_for_a_terminal_loses_its_least_column_and_then_folds_text(monkeypatch):
+    assert max(map(len, lines_at(monkeypatch, 95))) == 92 and len(lines_at(monkeypatch, 95)) == 4
+    dropped = lines_at(monkeypatch, 85)
+    assert dropped[2].startswith(f"{ROWS[0][0]}  1,000  {ROWS[0][2]}") and "relative" not in dropped[0]
+    assert dropped[-1] == "left out at 85 columns: relative; --json has all"
+    folded = lines_at(monkeypatch, 60)
+    assert max(map(len, folded)) == 60 and "1,000" in folded[2] and len(folded) == 6
+    at = folded[0].index("detail")
+    assert " ".join(line[at:].strip() for line in folded[2:4]) == ROWS[0][2]
+
+
+def test_a_row_takes_several_lines_where_folding_is_not_enough(monkeypatch):
+    *lines, left_out = lines_at(monkeypatch, 38)
+    assert lines == [ROWS[0][0], "  n: 1,000", f"  detail: {ROWS[0][2]}", "b", "  n: 7"]
+    assert left_out.startswith("left out")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
