@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
         (("--parallelism.tensor_paralel_degree=2",), "did you mean `parallelism.tensor_parallel_degree`?"),
         (("--stepz", "5"), "did you mean `training.steps`?"),
         (("--training.tensor_parallel_degree", "2"), "is called `parallelism.tensor_parallel_degree` now"),
+        (("--jsn",), "has no option --jsn; did you mean --json?"),
+        (("--world_size", "8"), "has no option --world_size; did you mean --world-size?"),
         (("--checkpiont.interval", "5"), "did you mean `checkpoint.interval`?"),
         (("--quantize.linear.float8.filter_fqn", "output"), "did you mean `quantize.linear.float8.filter_fqns`?"),
     ],

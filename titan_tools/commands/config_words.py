@@ -1,5 +1,6 @@
 """Words of a command line around CONFIG that belong elsewhere: torchtitan's --job.config_file, options of others."""
 
+import difflib
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -8,11 +9,12 @@ import typer
 
 from converters.common.errors import ConfigError
 
+_SIMILAR = 0.75  # --batch-size, a key, is 0.58 like --world-size
 _CONFIG_FILE = "job.config_file"  # torchtitan's way to name the config
 
 
 def check_words(context: typer.Context, config: str) -> None:
-    """Raise ConfigError where an option stands in the place of CONFIG or OUT, or is one of another command.
+    """Raise ConfigError for an option in the place of CONFIG or OUT, of another command, or misspelt.
 
     Other unknown words are left to `load_config`, which knows the keys.
     """
@@ -32,6 +34,8 @@ def check_words(context: typer.Context, config: str) -> None:
             raise ConfigError(
                 f"{command} has no option {option}", tries=[f"{other} CONFIG {option}" for other in others]
             )
+        if "." not in option and (near := difflib.get_close_matches(option, _options(context.command), 1, _SIMILAR)):
+            raise ConfigError(f"{command} has no option {option}; did you mean {near[0]}?")
     out = [str(context.params["out"])] if "out" in context.params else []  # of `titan seed`
     if name.startswith("--"):
         raise ConfigError(
@@ -67,7 +71,11 @@ def _options_beside_config(context: typer.Context) -> Iterator[tuple[str, set[st
         for name, inner in getattr(command, "commands", {}).items():
             yield from walk(f"{path} {name}", inner)
         if any(parameter.name == "config" for parameter in command.params):
-            yield path, {option for parameter in command.params for option in parameter.opts}
+            yield path, _options(command)
 
     root = context.find_root()
     yield from walk(str(root.info_name), root.command)
+
+
+def _options(command: Any) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
