@@ -30,7 +30,7 @@ from trainer.ranks.machine import HOST_CPU, Device
 from trainer.ranks.rendezvous import launched
 from trainer.ranks.signals import die_with_parent, write_at_once
 
-_STEP_DONE = "TITAN_STEP_DONE"  # names a file that rank 0 makes when the first step is done
+_STEP_DONE = "TITAN_STEP_DONE"  # names a file in which rank 0 says, from the first step on, what ending now loses
 _AGENT_GRACE_SECS = 25  # a little less than the agent waits between SIGTERM and SIGKILL
 _GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA; AMD; Windows' GPUs under WSL
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent names a file per rank for its error
@@ -86,9 +86,9 @@ def find_device() -> Device | None:
 TITAN = ("-P", "-m", "titan_tools")  # -P: a `trainer` folder in the working directory must not shadow ours
 
 
-def report_step_done() -> None:
-    """Tell `run_ranks` that the ranks take Ctrl-C as a request from now on."""
-    Path(os.environ[_STEP_DONE]).touch()
+def report_step_done(lost: str) -> None:
+    """Tell `run_ranks` that the ranks take Ctrl-C as a request from now on, and what a second one would lose."""
+    Path(os.environ[_STEP_DONE]).write_text(lost)
 
 
 def run_ranks(
@@ -104,10 +104,10 @@ def run_ranks(
     `saves`: on SIGTERM the ranks save and exit. Otherwise SIGTERM kills them and then has its previous effect here.
     `interrupt_answer`: printed at the first Ctrl-C after `report_step_done`, which is sent to the ranks; any other
     Ctrl-C kills them.
-    Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt where Ctrl-C killed them.
+    Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt, with a note on what is
+    lost, where Ctrl-C killed them.
     """
-    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent():
-        os.environ[_STEP_DONE] = f"{folder}/step-done"
+    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent(), _note_on_loss(folder):
         agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
         with _forward_signals(agent, saves=saves, interrupt_answer=interrupt_answer):
             try:
@@ -115,6 +115,19 @@ def run_ranks(
             finally:
                 agent.get_worker_group().spec.rdzv_handler.shutdown()
     return _raise_first_failure(result.failures, saves=saves) if result.is_failed() else 0
+
+
+@contextmanager
+def _note_on_loss(folder: str) -> Iterator[None]:
+    """Around the agent: a KeyboardInterrupt gets as a note what rank 0 last said in a file of `folder`."""
+    step_done = Path(folder) / "step-done"
+    os.environ[_STEP_DONE] = str(step_done)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if step_done.exists() and (lost := step_done.read_text()):
+            error.add_note(lost)
+        raise
 
 
 @contextmanager

@@ -43,13 +43,13 @@ from trainer.parallel.float8 import float8_notes, is_float8
 from trainer.ranks.agree import on_first
 from trainer.ranks.mesh import make_meshes
 from trainer.ranks.process_group import Ranks, Timeouts, join_ranks, leave_ranks
-from trainer.ranks.signals import StopRequest
+from trainer.ranks.signals import StopRequest, lost_steps
 from trainer.runtime import GarbageCollection, device_name, set_determinism
 from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
 
 
-def main(config: Config, *, ignore_memory: bool = False, tell_launcher: Callable[[], None] | None = None) -> None:
+def main(config: Config, *, ignore_memory: bool = False, tell_launcher: Callable[[str], None] | None = None) -> None:
     """Train on this rank, together with the other ranks that the launcher has started.
 
     `ignore_memory`: start even if weights, gradients and moments exceed the memory that is available.
@@ -181,6 +181,11 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(loader)
+
+    def say_lost(step: int) -> None:
+        if dist.get_rank() == 0 and stop.takes_interrupts:
+            stop.report_step(lost_steps(step, kept=max(checkpoints.last_good_step or 0, num_done)))
+
     first_step = phase("compiling, in the first step" if config.compile.enable else "running the first step")
     with (
         GarbageCollection(training.gc_freq, debug=training.gc_debug) as garbage,
@@ -200,6 +205,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
             schedule.step()
             progress.step += 1
             report.step(progress, result, lr=lr)
+            say_lost(progress.step)
 
             is_last = progress.step == training.steps
             is_final = is_last or result.stop_requested
@@ -218,8 +224,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
             if progress.step == num_done + 1:
                 stop.take_interrupts(saves=is_saving(settings))
                 timeouts.end_first_step()
-                if dist.get_rank() == 0:
-                    stop.report_step()
+            say_lost(progress.step)
     checkpoints.finish()
     exports.make(step_folder(checkpoints.folder, progress.step), is_new=progress.step > num_done)
 
@@ -284,8 +289,7 @@ def stopped(step: int, num_done: int, checkpoints: Checkpoints, *, by_user: bool
     kind, how = (Interrupted, "interrupted") if by_user else (Preempted, "stopped on request")
     if checkpoints.last_good_step == step:
         return kind(f"{how} after step {step}, which is saved", tries=["the same command, to resume"])
-    lost = f"steps {num_done + 1} to {step} are" if step > num_done + 1 else f"step {step} is"
     return kind(
-        f"{how} after step {step}; nothing was saved, and {lost} lost",
+        f"{how} after step {step}; nothing was saved, and {lost_steps(step, kept=num_done)}",
         hint="checkpoint.enable = false or checkpoint.load_only = true forbids saving",
     )

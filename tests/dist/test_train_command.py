@@ -195,8 +195,9 @@ def test_ctrl_c_without_checkpoints_says_what_is_lost(config, tmp_path):
 
 @pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/test_launch.py
 def test_a_second_ctrl_c_ends_training_at_once(config, tmp_path):
-    code, _, err, saved = _interrupted(config, tmp_path, presses=2)
-    assert (code, saved) == (130, 0) and err.endswith("error: interrupted\n")
+    code, steps, err, saved = _interrupted(config, tmp_path, presses=2)
+    assert (code, saved) == (130, 0)
+    assert err.endswith(f"error: interrupted\nhint: steps 1 to {steps[-1]} are lost\n")
 
 
 @pytest.mark.slow

@@ -18,13 +18,15 @@ class StopRequest:
     A second signal of the same kind ends the process. So does the first Ctrl-C before a step is done: nothing is lost.
     """
 
-    def __init__(self, *, tell_launcher: Callable[[], None] | None = None):
-        """`tell_launcher` tells the process that has started the ranks, and answers Ctrl-C, that a step is done."""
+    def __init__(self, *, tell_launcher: Callable[[str], None] | None = None):
+        """`tell_launcher` tells the process that has started the ranks, and answers Ctrl-C, what ending now loses."""
         self.requested = False
         self.by_user = False  # by Ctrl-C
+        self.takes_interrupts = False
         self._tell_launcher = tell_launcher
         self._is_listening = False
         self._answer = ""
+        self._lost = ""
         self._secs = 0.0  # when Ctrl-C came
 
     def listen(self) -> None:
@@ -35,18 +37,20 @@ class StopRequest:
 
     def take_interrupts(self, *, saves: bool) -> None:
         """Take Ctrl-C as a request from now on. `saves`: whether the run saves its state when it stops."""
+        self.takes_interrupts = True
         self._answer = interrupt_answer(saves=saves)
         if self._is_listening:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
-    def report_step(self) -> None:
-        """Tell the launcher that a step is done; once all ranks take interrupts."""
+    def report_step(self, lost: str) -> None:
+        """Keep, on rank 0, what ending at once would lose; the first time when all ranks take interrupts."""
+        self._lost = lost
         if self._tell_launcher:
-            self._tell_launcher()
+            self._tell_launcher(lost)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.by_user and number == signal.SIGTERM:  # torchrun's answer to a second Ctrl-C
-            os._exit(130)
+            self._end_at_once()
         self.requested = True
         signal.signal(number, signal.SIG_DFL)
 
@@ -57,13 +61,25 @@ class StopRequest:
             if not self._tell_launcher and os.environ.get("RANK", "0") == "0":
                 write_at_once(self._answer)
         elif time.monotonic() - self._secs > _SAME_KEY_SECS:
-            os._exit(130)
+            self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        if self._lost and not self._tell_launcher:
+            write_at_once(f"ended at once: {self._lost}")
+        os._exit(130)
 
 
 def interrupt_answer(*, saves: bool) -> str:
     """The answer to the first Ctrl-C in training."""
     then = "saves and ends after this step" if saves else "ends after this step and saves nothing"
     return f"interrupted: training {then}; a second Ctrl-C ends it at once"
+
+
+def lost_steps(step: int, *, kept: int) -> str:
+    """What ending after `step` loses. `kept`: the last step that is saved, or that the run began with."""
+    if step <= kept:
+        return f"step {step} is saved"
+    return f"steps {kept + 1} to {step} are lost" if step > kept + 1 else f"step {step} is lost"
 
 
 def write_at_once(text: str, end: str = "\n") -> None:

@@ -27,7 +27,9 @@ try:
 except TitanError as error:
     print("error:", error.message, "| hint:", error.hint, "| tries:", error.tries, file=sys.stderr)
     sys.exit(error.exit_code)
-except KeyboardInterrupt:
+except KeyboardInterrupt as error:
+    for text in getattr(error, "__notes__", []):
+        print("noted:", text, file=sys.stderr)
     sys.exit(130)
 """
 RANK = """
@@ -274,7 +276,7 @@ STEPPING = """
     while not (FOLDER / "ready-1").exists():
         time.sleep(0.02)
     if RANK == 0:
-        report_step_done()
+        report_step_done("step 1 is lost")
         (FOLDER / "done-0").touch(); (FOLDER / "done-1").touch()
     deadline = time.monotonic() + 60
     while not asked and time.monotonic() < deadline:
@@ -292,15 +294,14 @@ def test_ctrl_c_after_a_step_asks_every_rank_once(tmp_path):
     assert (process.returncode, err) == (77, "answered\n")
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_after_a_step_kills_the_ranks(tmp_path):
+def test_a_second_ctrl_c_after_a_step_kills_the_ranks_and_says_what_is_lost(tmp_path):
     process = _start(tmp_path, STEPPING + "    time.sleep(60)\n")
     pids = _wait_for_ranks(tmp_path, "done")
     process.send_signal(signal.SIGINT)
     _wait_for_ranks(tmp_path, "asked")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=29)  # less than the agent waits before it kills
-    assert process.returncode == 130
+    _, err = process.communicate(timeout=29)  # less than the agent waits before it kills
+    assert process.returncode == 130 and err == "answered\nnoted: step 1 is lost\n"
     _wait_for_the_end_of(pids)
 
 

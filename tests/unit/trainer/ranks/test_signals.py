@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from trainer.ranks import signals
-from trainer.ranks.signals import StopRequest, interrupt_answer
+from trainer.ranks.signals import StopRequest, interrupt_answer, lost_steps
 
 
 class Ended(BaseException):
@@ -51,6 +51,7 @@ def test_before_a_step_is_done_ctrl_c_is_no_request(stop):
 @pytest.mark.parametrize("saves", [True, False])
 def test_the_first_ctrl_c_is_a_request_and_the_second_ends_the_process(stop, monkeypatch, capfd, saves):
     stop.take_interrupts(saves=saves)
+    stop.report_step(lost_steps(7, kept=2))
     clock = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     _press_ctrl_c()
@@ -61,6 +62,7 @@ def test_the_first_ctrl_c_is_a_request_and_the_second_ends_the_process(stop, mon
     clock[0] += 0.6
     with pytest.raises(Ended, match="130"):
         _press_ctrl_c()
+    assert capfd.readouterr().err == "ended at once: steps 3 to 7 are lost\n"
 
 
 def test_sigterm_after_ctrl_c_ends_the_process(stop):
@@ -73,11 +75,11 @@ def test_sigterm_after_ctrl_c_ends_the_process(stop):
 
 def test_a_rank_of_titan_leaves_the_answer_to_its_parent(stop, capfd):
     told = []
-    stop._tell_launcher = lambda: told.append(1)
+    stop._tell_launcher = told.append
     stop.take_interrupts(saves=True)
-    stop.report_step()
+    stop.report_step("step 1 is lost")
     _press_ctrl_c()
-    assert told == [1] and stop.requested and capfd.readouterr().err == ""
+    assert told == ["step 1 is lost"] and stop.requested and capfd.readouterr().err == ""
 
 
 def test_a_request_that_does_not_listen_leaves_ctrl_c_alone():
