@@ -82,7 +82,9 @@ class CatalogReader:
                     _read_strided(self._reading(descriptor, chunk.file, fqn), start, chunk.strides, part)
                 covered += common.num_elements
         if covered != out.size:
-            raise CheckpointError(f"{fqn}: chunks cover {covered:,} of the {out.size:,} elements of {box}")
+            raise CheckpointError(
+                f"{fqn}: chunks cover {covered:,} of {out.size:,} elements, {list(box.sizes)} at {list(box.offsets)}"
+            )
         values: np.ndarray[Any, Any] = out.view(numpy_dtype(entry.dtype))
         return values
 

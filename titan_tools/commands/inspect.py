@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from converters.common.errors import ConfigError
+from converters.common.names import METRICS_FILE
 from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ def inspect(
       titan inspect outputs --plot run.png
       titan inspect outputs/a outputs/b --plot both.png
 
-    Reads headers and small values, never weights. A run's folder is its job.dump_folder.
+    Reads headers and small values, never weights. A run is its job.dump_folder, or the metrics.jsonl in it.
     """
     from titan_tools.pages.run_folder import is_run_folder
 
-    folders = list(dict.fromkeys([checkpoint, *(runs or [])]))
+    given = [checkpoint, *(runs or [])]
+    folders = list(dict.fromkeys(path.parent if path.name == METRICS_FILE else path for path in given))
     if plot or loss_curve:
         _draw(folders, plot, loss_curve)
     elif len(folders) > 1:
@@ -55,8 +57,8 @@ def inspect(
     if len(folders) > 1:
         _compare_runs(folders, as_json=as_json)
         return
-    if is_run_folder(checkpoint):
-        _inspect_run(checkpoint, as_json=as_json)
+    if is_run_folder(folders[0]):
+        _inspect_run(folders[0], as_json=as_json)
         return
     from converters.inspect import inspect_checkpoint, summarize_values
     from titan_tools.pages.inspect import print_page

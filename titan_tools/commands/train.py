@@ -80,7 +80,7 @@ def train(
         raise ConfigError("--world-size, --rank and --json belong to --dry-run", tries=["--dry-run", "--nproc N"])
     is_launched = inside_launch()
     if os.environ.get("RANK", "0") == "0" and not started_by_titan():
-        note(f"titan train {config}: {settings.job.description}")
+        note(f"titan train {config}: {settings.described()}")
     if is_launched:
         with rank_errors(less_memory=[f"titan estimate-memory {config} shows what takes the memory"]):
             from trainer.train import main

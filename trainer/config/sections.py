@@ -392,6 +392,12 @@ class Config:
     experimental: Experimental = field(default_factory=Experimental)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
+    def described(self) -> str:
+        """job.description; the model and the number of steps if that has no value of its own."""
+        if "job.description" in self.origins:
+            return self.job.description
+        return f"{self.model.name} {self.model.flavor}, {self.training.steps:,} steps"
+
 
 @cache
 def sections() -> dict[str, tuple[str, type]]:

@@ -208,6 +208,6 @@ def _texts(job: Job) -> dict[str, str]:
     name = _name_of(Path(config.job.dump_folder))
     ranks = f"{job.dims.world_size} rank{'s' if job.dims.world_size > 1 else ''}"
     return {
-        "run/name": f"**{name}**: {config.job.description}, {config.model.name} {config.model.flavor} on {ranks}",
+        "run/name": f"**{name}**: {config.described()}, on {ranks}",
         "run/config": f"```json\n{json.dumps(as_json(config)['config'], indent=2)}\n```",
     }

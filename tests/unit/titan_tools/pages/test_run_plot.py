@@ -138,6 +138,8 @@ def test_the_command_draws_one_run_or_several(tmp_path, titan):
     _, out, _ = titan("inspect", a, b, "--plot", tmp_path / "both.png", "--json")
     assert [run["path"] for run in json.loads(out)["runs"]] == [str(a), str(b)]
     assert titan("inspect", a, a, "--plot", tmp_path / "twice.png").returncode == 0
+    code, out, _ = titan("inspect", a / "metrics.jsonl", "--plot", tmp_path / "by-file.png")
+    assert code == 0 and "training loss" in out and (tmp_path / "by-file.png").exists()
     for arguments, said in (
         ((a, b), "--plot draws several runs"),
         ((tmp_path, "--plot", tmp_path / "x.png"), "is not the folder of a run"),

@@ -109,7 +109,7 @@ def test_tensorboard_shows_the_runs_name_and_its_config(tmp_path):
         alone.Tensors("a-run", f"run/{tag}/text_summary")[0].tensor_proto.string_val[0].decode()
         for tag in ("name", "config")
     )
-    assert name == "**a-run**: default job, llama3 debug_gqa on 1 rank"
+    assert name == "**a-run**: llama3 debug_gqa, 10,000 steps, on 1 rank"
     fence, *lines, last = config.splitlines()
     assert (fence, last) == ("```json", "```")
     assert json.loads("\n".join(lines))["model"]["flavor"] == "debug_gqa"
