@@ -51,9 +51,9 @@ def test_a_table_that_is_too_wide_for_a_terminal_loses_its_least_column_and_then
 
 
 def test_a_row_takes_several_lines_where_folding_is_not_enough(monkeypatch):
-    *lines, left_out = lines_at(monkeypatch, 38)
+    *lines, left_out, has_all = lines_at(monkeypatch, 38)
     assert lines == [ROWS[0][0], "  n: 1,000", f"  detail: {ROWS[0][2]}", "b", "  n: 7"]
-    assert left_out.startswith("left out")
+    assert (left_out, has_all) == ("left out at 38 columns: relative;", "--json has all")
 
 
 class Terminal(io.StringIO):
