@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # Python put this file's folder there
 
-from tests.breaks.breaks import Break, find_tests, load_breaks, locate  # noqa: E402
+from tests.breaks.breaks import Break, broken, find_tests, load_breaks  # noqa: E402
 
 PASSED, FAILED = 0, 1  # exit codes of pytest
 LIMIT_SECS = 1200  # of the tests of one break; pytest has its own limit of a test, which is a failure
@@ -99,10 +99,10 @@ class Applied:
     """One break in one tree; `revert` gives the file its bytes and times back."""
 
     def __init__(self, each: Break, tree: Path, number: int):
-        self._file = locate(each, tree)
+        self._file, text, _ = broken(each, tree)
         self.package = self._file.relative_to(tree).parent.as_posix()
         self._before, self._stat = self._file.read_bytes(), self._file.stat()
-        self._file.write_text(self._before.decode().replace(each.old, each.new))
+        self._file.write_text(text)
         # Cached bytecode is recognized by the whole second and the size; no two breaks share a second
         os.utime(self._file, (self._stat.st_mtime + number + 1, int(self._stat.st_mtime) + number + 1))
 
@@ -201,7 +201,7 @@ def main() -> int:
         for tree in trees:
             copy_tree(tree)
         for each in breaks:  # before anything runs: the list is kept up with the code
-            locate(each, trees[0])
+            broken(each, trees[0])
             find_tests(each, trees[0])
         if not options.skip_unbroken:
             if not run_unbroken(breaks, trees, logs.resolve()):
