@@ -83,7 +83,7 @@ class BatchTask:
 
 
 def prepare_batch(work: Work) -> BatchTask:
-    """The prompts of `work.request.batch`, each of which must fit the context; nothing is written.
+    """The prompts of `work.request.batch`, each of which must fit the context; no result is written.
 
     Raises DataError with all invalid lines, and ConfigError where the results file cannot be continued.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from converters.common.errors import ConfigError, DataError, TitanError, in_words, list_offenders
 from converters.store.json_file import load_with_repeated_keys
@@ -14,9 +14,8 @@ from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.results import check_results_path
 from titan_tools.terminal.console import count
 
-# Escapes of JSON; a surrogate that is not part of a pair and NUL are in the group `bad`
-_ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<bad>u[dD][89a-fA-F]..|u0000)|.)", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as an escape; JSON allows no other
 
 T = TypeVar("T")
 
@@ -70,9 +69,9 @@ def read_batch(path: Path, parse: Callable[[BatchLine], T], *, keys: tuple[str, 
     parsed: list[T] = []
     tries: list[tuple[str, ...]] = []
     first_line: dict[str | int, int] = {}  # number of the first line with an id
-    for position, (number, offset, raw) in enumerate(_raw_lines(path)):
+    for position, (number, raw) in enumerate(_raw_lines(path)):
         try:
-            line = _read_line(raw, offset=offset, position=position, keys=keys)
+            line = _read_line(raw, position=position, keys=keys)
             before = first_line.setdefault(line.id, number)
             if before != number:
                 raise ConfigError(f"the id {line.id!r} is used in line {before} already")
@@ -93,48 +92,40 @@ def read_batch(path: Path, parse: Callable[[BatchLine], T], *, keys: tuple[str, 
     return parsed
 
 
-def _raw_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number from 1, byte offset and content of the lines that are not blank."""
-    offset = 0
-    with _open(path) as file:
-        for number, raw in enumerate(file, start=1):
-            start, offset = offset, offset + len(raw)
-            if number == 1 and raw.startswith(_BYTE_ORDER_MARK):  # from editors on Windows
-                start, raw = start + len(_BYTE_ORDER_MARK), raw.removeprefix(_BYTE_ORDER_MARK)
-            if raw.strip():
-                yield number, start, raw
-
-
-def _open(path: Path) -> BinaryIO:
+def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number from 1 and content of the lines that are not blank."""
     try:
-        return path.open("rb")
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if number == 1:
+                    raw = raw.removeprefix(_BYTE_ORDER_MARK)  # from editors on Windows
+                if raw.strip():
+                    yield number, raw
     except OSError as error:
         tries = ["--batch /dev/stdin"] if path.name == "-" else []
         raise ConfigError(f"cannot read the batch {path}: {error.strerror}", tries=tries) from None
 
 
-def _read_line(raw: bytes, *, offset: int, position: int, keys: tuple[str, ...]) -> BatchLine:
-    """Raises ConfigError; byte offsets in it count from the beginning of the file."""
+def _read_line(raw: bytes, *, position: int, keys: tuple[str, ...]) -> BatchLine:
+    """Raises ConfigError; offsets in it count from the beginning of the line."""
     try:
         text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = raw[error.start]
-        raise ConfigError(f"not UTF-8: byte 0x{byte:02x} at offset {offset + error.start} of the file") from None
-    try:
         values, repeated = load_with_repeated_keys(text)
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}") from None
+    except UnicodeEncodeError as error:  # JSON can spell characters that no text can hold
+        raise ConfigError(f"a lone surrogate, \\u{ord(error.object[error.start]):04x}") from None
     except json.JSONDecodeError as error:
-        at = offset + len(text[: error.pos].encode())
-        raise ConfigError(f"not JSON: {error.msg} at offset {at} of the file") from None
+        raise ConfigError(f"not JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
         raise ConfigError(f"not JSON: {in_words(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"must be a JSON object, not {shown(values)}")
     if repeated:
         raise ConfigError(f"the key {repeated[0]!r} is repeated")
-    for escape in _ESCAPES.finditer(raw):  # JSON can spell characters that no text can hold
-        if escape["bad"]:
-            what = "a NUL character" if escape["bad"] == b"u0000" else f"a lone surrogate, {escape[0].decode()},"
-            raise ConfigError(f"{what} at offset {offset + escape.start()} of the file")
+    if _NUL.search(text):
+        raise ConfigError("a NUL character, \\u0000")
     for key in values:
         if key not in ("id", *keys):
             near = get_close_matches(key, ("id", *keys), 1)

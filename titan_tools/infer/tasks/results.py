@@ -1,4 +1,4 @@
-"""The results of a batch: a file that an interrupted run resumes, lines on standard output, or one JSON object.
+"""The results of a batch: a JSON-lines file that an interrupted run resumes, or standard output.
 
 Each line of the file is written with one call as soon as it is finished, so that it survives a kill of the process.
 Only the complete file is synced to the disk: after a power failure the last seconds' lines may be missing, and a rerun
@@ -91,19 +91,11 @@ class PrintedResults:
 class ResultsFile:
     """An open and locked results file, which takes results in any order; made by `open_results`."""
 
-    def __init__(
-        self,
-        path: Path,
-        descriptor: int,
-        expected: ExpectedResults,
-        lines: dict[ResultKey, tuple[int, int]],
-        *,
-        as_json: bool,
-    ):
+    def __init__(self, path: Path, descriptor: int, expected: ExpectedResults, *, as_json: bool):
         self.path, self._descriptor, self._as_json = path, descriptor, as_json
         self._keys, self._is_numbered = expected.keys(), expected.samples > 1
-        self._lines = lines  # offset and length of each result's line
-        self.end = sum(length for _, length in lines.values())
+        self._lines = _read_results(descriptor, path, expected)  # offset and length of each result's line
+        self.end = sum(length for _, length in self._lines.values())
 
     @property
     def stored(self) -> Collection[ResultKey]:
@@ -130,10 +122,9 @@ class ResultsFile:
 
     def finish(self, stats: Mapping[str, Any]) -> None:
         """All results are there: restore the batch's order and sync the file to the disk; print them for --json."""
-        offsets = [self._lines[key][0] for key in self._keys]
         try:
-            if offsets == sorted(offsets) and not self._is_numbered:
-                os.fsync(self._descriptor)
+            if list(self._lines) == self._keys and not self._is_numbered:
+                fsync(self.path)
                 fsync(self.path.parent)
             else:
                 with replacing(self.path) as temporary, temporary.open("wb") as file:
@@ -152,7 +143,10 @@ class ResultsFile:
 
     def _ordered(self) -> Iterator[bytes]:
         for key in self._keys:
-            yield _numbered(self._read(key)) if self._is_numbered else self._read(key)
+            line = self._read(key)
+            if self._is_numbered and "sample" not in (result := json.loads(line)):  # from a run with one sample
+                line = _as_line({"id": result.pop("id"), "sample": 0, **result})
+            yield line
 
     def _read(self, key: ResultKey) -> bytes:
         offset, length = self._lines[key]
@@ -176,12 +170,13 @@ def open_sink(
 
         def missing_lines() -> list[int]:
             nonlocal sink
+            keys = expected.keys()
             if request.out is None:
-                sink = PrintedResults(expected.keys(), as_json=request.as_json)
+                sink = PrintedResults(keys, as_json=request.as_json)
             else:
                 sink = stack.enter_context(open_results(request.out, expected, as_json=request.as_json))
-            keys_by_line = ([(id, sample) for sample in range(expected.samples)] for id in expected.ids)
-            return [i for i, keys in enumerate(keys_by_line) if not all(key in sink.stored for key in keys)]
+            missing = {id for id, sample in keys if (id, sample) not in sink.stored}
+            return [position for position, id in enumerate(expected.ids) if id in missing]
 
         missing = ranks.done_by_first(missing_lines)
         yield sink, missing
@@ -219,14 +214,13 @@ def check_results_path(path: Path, *, batch: Path) -> None:
 def is_complete(path: Path | None, expected: ExpectedResults) -> bool:
     """Whether the results file holds all results, so that no weights are needed.
 
-    Raises ConfigError where the file cannot be continued; see `open_results`. Only rank 0 of a launch reads it; on
-    other ranks the answer is False.
+    Raises ConfigError if the file cannot be continued; see `open_results`. Only rank 0 of a launch reads it; on other
+    ranks the answer is False.
     """
     if path is None or not path.exists() or os.environ.get("RANK", "0") != "0":
         return False
-    with path.open("rb") as file:
-        _lock(file.fileno(), path, shared=True)
-        return len(_read_results(file.fileno(), path, expected)) == len(expected.ids) * expected.samples
+    with open_results(path, expected) as results:
+        return len(results.stored) == len(expected.keys())
 
 
 @contextmanager
@@ -237,27 +231,24 @@ def open_results(path: Path, expected: ExpectedResults, *, as_json: bool = False
     holds anything but results of this run.
     """
     path = path.resolve()  # a symbolic link stays one
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    try:
-        _lock(descriptor, path)
-        results = ResultsFile(path, descriptor, expected, _read_results(descriptor, path, expected), as_json=as_json)
+    with path.open("a+b", buffering=0) as file:  # closing it releases the lock
+        _lock(file.fileno(), path)
+        results = ResultsFile(path, file.fileno(), expected, as_json=as_json)
         if not results.stored and expected.settings is not None:
             write_results_settings(path, expected.settings)
-        os.ftruncate(descriptor, results.end)
+        file.truncate(results.end)
         try:
             yield results
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C, SIGTERM
                 error.add_note(results.resume_hint())
             raise
-    finally:
-        os.close(descriptor)  # releases the lock
 
 
-def _lock(descriptor: int, path: Path, *, shared: bool = False) -> None:
-    """Lock the file at `path` without waiting. Raises ConfigError where another process holds or has replaced it."""
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock the file at `path` without waiting. Raises ConfigError if another process holds or has replaced it."""
     try:
-        lock_file(descriptor, shared=shared)
+        lock_file(descriptor)
         is_free = is_open_file(descriptor, path)
     except BlockingIOError:
         is_free = False
@@ -269,9 +260,10 @@ def _read_results(descriptor: int, path: Path, expected: ExpectedResults) -> dic
     """Offset and length of each result's line. Raises ConfigError for a file with anything but results of this run."""
     lines: dict[ResultKey, tuple[int, int]] = {}
     problems: list[str] = []
-    end, positions = 0, {id: i for i, id in enumerate(expected.ids)}
+    end, positions = 0, {id: position for position, id in enumerate(expected.ids)}
     settings = read_results_settings(path)
-    with open(os.dup(descriptor), "rb") as file:
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
         for number, raw in enumerate(file, start=1):
             if settings is not None and not raw.endswith(b"\n"):  # cut off by a kill, or by a power failure, with NULs
                 break
@@ -281,11 +273,11 @@ def _read_results(descriptor: int, path: Path, expected: ExpectedResults) -> dic
                 result = json.loads(raw)
                 key = result["id"], result.get("sample", 0)
                 problem = _difference(key, result, expected, positions) or ("it is there twice" if key in lines else "")
-                name = f" (id {key[0]!r:.60}): "
+                problem = problem and f" (id {key[0]!r:.60}): {problem}"
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                name, problem = "", " is not a result"
+                problem = " is not a result"
             if problem:
-                problems.append(f"line {number}{name}{problem}")
+                problems.append(f"line {number}{problem}")
             else:
                 lines[key] = (end, len(raw))
             end += len(raw)
@@ -309,12 +301,6 @@ def _difference(
         return "from a run with more --samples"
     others = [name for name, value in expected.inputs(positions[id]).items() if result.get(name) != value]
     return f"another {others[0]}" if others else ""
-
-
-def _numbered(raw: bytes) -> bytes:
-    """The line with a sample number: 0 where it has none, from a run with one sample."""
-    result = json.loads(raw)
-    return raw if "sample" in result else _as_line({"id": result.pop("id"), "sample": 0, **result})
 
 
 def _as_line(result: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,6 @@ from converters.store.json_file import read_json
 from converters.store.replace_file import replacing
 from titan_tools.infer.task import Work
 
-_SUFFIX = ".settings.json"
 _VERSION = 1
 _MOMENT = "time in the prompts"
 OTHER_OUT = "--out ANOTHER_FILE"
@@ -37,9 +36,9 @@ class ResultsSettings:
 
 def results_settings(work: Work) -> ResultsSettings:
     """The settings of a run with --out, whose `work` has an origin."""
-    request, origin = work.request, work.origin
+    request, sampling, template, origin = work.request, work.request.sampling, work.template, work.origin
     assert origin is not None
-    settings = {
+    settings: dict[str, Any] = {
         "weights": origin.weights,
         "tokenizer": origin.tokenizer,
         **{f"model.{name}": value for name, value in args_to_json(work.args).items()},
@@ -49,38 +48,36 @@ def results_settings(work: Work) -> ResultsSettings:
         "--tp": work.tp if request.quantize else None,  # each rank quantizes its own slices
         "--logprobs": request.logprobs,
         "--special-tokens": request.special_tokens,
-        **({"--context": request.context or work.args.max_seq_len} if request.score else _generation_settings(work)),
     }
+    if request.score:
+        settings["--context"] = request.context or work.args.max_seq_len
+    else:
+        settings |= {
+            "--temperature": sampling.temperature,
+            "--top-k": sampling.top_k,
+            "--top-p": sampling.top_p,
+            "--min-p": sampling.min_p,
+            "--repetition-penalty": sampling.repetition_penalty,
+            "--seed": sampling.seed,
+            "--max-new-tokens": request.max_new_tokens,
+            **({} if request.max_length is None else {"max_length": request.max_length}),
+            "--stop": request.stop,
+            "--ignore-eos": request.ignore_eos,
+            "stop tokens": sorted(work.vocabulary.stop_ids),
+            "stop strings": work.vocabulary.stop_strings,
+            "--truncate": request.truncate,
+            "--from-bos": request.from_bos,
+            "--chat": request.chat,
+            "--system": request.system,
+            "chat template": template.identity if template else None,
+            _MOMENT: template.moment.isoformat() if template and template.depends_on_current_time else None,
+        }
     return ResultsSettings(str(origin.checkpoint), json.loads(json.dumps(settings)))
 
 
-def _generation_settings(work: Work) -> dict[str, Any]:
-    request, sampling, template = work.request, work.request.sampling, work.template
-    return {
-        "--temperature": sampling.temperature,
-        "--top-k": sampling.top_k,
-        "--top-p": sampling.top_p,
-        "--min-p": sampling.min_p,
-        "--repetition-penalty": sampling.repetition_penalty,
-        "--seed": sampling.seed,
-        "--max-new-tokens": request.max_new_tokens,
-        **({} if request.max_length is None else {"max_length": request.max_length}),
-        "--stop": request.stop,
-        "--ignore-eos": request.ignore_eos,
-        "stop tokens": sorted(work.vocabulary.stop_ids),
-        "stop strings": work.vocabulary.stop_strings,
-        "--truncate": request.truncate,
-        "--from-bos": request.from_bos,
-        "--chat": request.chat,
-        "--system": request.system,
-        "chat template": template.identity if template else None,
-        _MOMENT: template.moment.isoformat() if template and template.depends_on_current_time else None,
-    }
-
-
 def settings_path(out: Path) -> Path:
-    """The settings file: next to the results file itself where `out` is a link."""
-    return Path(os.path.realpath(out) + _SUFFIX)
+    """The settings file: next to the results file itself if `out` is a link."""
+    return Path(os.path.realpath(out) + ".settings.json")
 
 
 def read_results_settings(out: Path) -> ResultsSettings | None:
@@ -90,19 +87,11 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
         return None
     try:
         content = read_json(path)
-        found = ResultsSettings(content["checkpoint"], content["settings"])
-        if content["version"] != _VERSION:
-            problem = f"its version is {content['version']!r:.20}, and this titan reads version {_VERSION}"
-        elif not (isinstance(found.checkpoint, str) and isinstance(found.settings, dict)):
-            problem = "its checkpoint is no text, or its settings are no object"
-        elif not _is_time(moment := found.settings.get(_MOMENT)):
-            problem = f"{_MOMENT} is {moment!r:.60}, no time"
-        else:
-            return found
+        if content.get("version") == _VERSION and isinstance(content.get("settings"), dict):
+            return ResultsSettings(str(content.get("checkpoint")), content["settings"])
+        problem = f"it has no settings of version {_VERSION}"
     except CheckpointError as error:
         problem = error.message
-    except KeyError as key:
-        problem = f"it has no {key}"
     raise ConfigError(
         f"{path} is not a settings file of titan infer: {problem}",
         hint=f"it must record the weights and options of the results in {out}; nothing was written",
@@ -110,15 +99,8 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
     )
 
 
-def _is_time(moment: object) -> bool:
-    try:
-        return moment is None or bool(datetime.fromisoformat(str(moment)))
-    except ValueError:
-        return False
-
-
 def write_results_settings(out: Path, settings: ResultsSettings) -> None:
-    """Write the settings file of `out` atomically. Raises ConfigError where it cannot be written."""
+    """Write the settings file of `out` atomically. Raises ConfigError if it cannot be written."""
     path = settings_path(out)
     content = {"version": _VERSION, "checkpoint": settings.checkpoint, "settings": dict(settings.settings)}
     try:
@@ -131,7 +113,7 @@ def write_results_settings(out: Path, settings: ResultsSettings) -> None:
 def require_same_settings(before: ResultsSettings | None, now: ResultsSettings, *, out: Path) -> None:
     """Raise ConfigError with every setting in which this run differs from the run that wrote the results in `out`.
 
-    `before`: None where the settings file is missing.
+    `before`: None if the settings file is missing.
     """
     path = settings_path(out)
     if before is None:
@@ -167,7 +149,7 @@ def _show(name: str, settings: ResultsSettings) -> str:
 
 
 def recorded_moment(out: Path | None) -> datetime | None:
-    """The time that the chat template used for the results in `out`; None where there are none."""
+    """The time that the chat template used for the results in `out`; None if there are none."""
     if out is None or not out.is_file() or not out.stat().st_size:
         return None
     before = read_results_settings(out)

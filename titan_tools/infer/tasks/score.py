@@ -217,7 +217,7 @@ class ScoreTask:
 
 
 def prepare_score(work: Work) -> ScoreTask:
-    """The texts to score, of any length; nothing is written.
+    """The texts to score, of any length; no result is written.
 
     Raises DataError with all invalid lines of a batch, and ConfigError.
     """

@@ -228,17 +228,10 @@ BROKEN = {
     "bytes": (written(b"\xff\0"), "{} is not a settings file of titan infer: {} is not JSON"),
     "a list": (written(b"[]"), "{} is not a settings file of titan infer: {} holds a JSON list"),
     "somebody's": (written(b'{"theme": "dark"}'), "{} is not a settings file of titan infer"),
-    "newer": (
-        written(NEWER),
-        "{} is not a settings file of titan infer: its version is 2, and this",
-    ),
+    "newer": (written(NEWER), "{} is not a settings file of titan infer: it has no settings of version 1"),
     "settings that are none": (
         written(b'{"version": 1, "checkpoint": "x", "settings": []}'),
-        "{} is not a settings file of titan infer: its checkpoint is no text, or its settings are no object",
-    ),
-    "a time that is none": (
-        written(b'{"version": 1, "checkpoint": "x", "settings": {"time in the prompts": [3]}}'),
-        "{} is not a settings file of titan infer: time in the prompts is [3], no time",
+        "{} is not a settings file of titan infer: it has no settings of version 1",
     ),
     "a folder": (a_folder, "holds results, but {} is missing"),
     "a pipe": (a_pipe, "holds results, but {} is missing"),
