@@ -77,11 +77,11 @@ def convert(
         fused_experts: for `hf`: one tensor for all experts of a layer instead of one each.
         drop_expert_bias: for `hf`, `openai` and `meta`: leave out balancing offsets of experts that are not zero.
         quantize: for `hf`: `"fp8"` or `"fp8:ue8m0"`, float8 weights with a scale for each block of 128 × 128.
-        scales_from: with `quantize`: fp8 folder of the same model whose scales are kept where the values fit.
+        scales_from: with `quantize`: fp8 folder of the same model whose scales are kept if the values fit.
         mtp: `"drop"` or `"keep"` layers for multi-token prediction.
         keep_extra: keep what a multimodal checkpoint has beside its text model; None: if the source has titan's names.
         trained_by: for a DCP of torchtitan: `"torchtitan-0.2.2"`, `"torchtitan-0.2.2-yarn"` or `"titan"`.
-        select: the model, where `src` holds several, such as `"policy"`.
+        select: the model, if `src` holds several, such as `"policy"`.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
         workers: copying threads.

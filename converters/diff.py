@@ -62,7 +62,7 @@ class DiffReport:
 
     @property
     def first_tensor(self) -> str | None:
-        """The first tensor that differs, in the order of A's model; None where none does."""
+        """The first tensor that differs, in the order of A's model; None if none does."""
         return next((d.name for d in self.differences if d.kind != "model"), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -94,8 +94,8 @@ def diff(
 ) -> DiffReport:
     """Compare `a` with `b`: structure, dtypes, values; of DCP checkpoints also the other sections.
 
-    Where only one describes its model, the other is read as the same; where neither does, names are compared as
-    stored. A section such as the optimizer is compared where both have it; else `not_compared` says so.
+    If only one describes its model, the other is read as the same; if neither does, names are compared as
+    stored. A section such as the optimizer is compared if both have it; else `not_compared` says so.
     `select`: the model of a checkpoint that holds several; two names are that of `a` and that of `b`.
     """
     with ExitStack() as stack:
@@ -155,7 +155,7 @@ def _opened(a: Path, b: Path, select: Sequence[str]) -> list[Catalog]:
 
 def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     says = [describes_model(catalog.root) for catalog in catalogs]
-    # Where only one describes its model, the other is read as the same
+    # If only one describes its model, the other is read as the same
     places = [model_from or (None if said or not any(says) else catalogs[says.index(True)].root) for said in says]
     sides = []
     for catalog, place in zip(catalogs, places, strict=True):
@@ -269,7 +269,7 @@ def _describe(a: TensorSource, b: TensorSource, name: str, gap: Deviation, info:
 
 
 def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | None) -> str:
-    """Why two tensors differ, where it is a known mix-up, for the whole tensor; else ""."""
+    """Why two tensors differ, if it is a known mix-up, for the whole tensor; else ""."""
     if a.tensors[name] != b.tensors[name]:
         return ""
     for other in fused_with(name, get_family(info.family)) if info else ():
@@ -300,7 +300,7 @@ def _pair(name: str, other: str) -> str:
 
 
 def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming: Naming) -> TensorSource | None:
-    """`name` in the row order of `naming`, or None where that naming keeps its rows."""
+    """`name` in the row order of `naming`, or None if that naming keeps its rows."""
     view = foreign_view(source, info, naming)
     moved = next(
         (made for made in view.expressions.values() if isinstance(made, HeadRows) and made.sources == (name,)), None
@@ -340,7 +340,7 @@ def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:
 
 
 def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Difference]:
-    """Differences of non-tensor entries in sections that both have: as bytes, then as values where they are plain."""
+    """Differences of non-tensor entries in sections that both have: as bytes, then as values if they are plain."""
     ours, theirs = (_values_in(side, sections) for side in (a, b))
     found = [Difference(n, "only in A", "a value") for n in sorted(ours - theirs)]
     found += [Difference(n, "only in B", "a value") for n in sorted(theirs - ours)]

@@ -34,18 +34,18 @@ _STEPS = ("train_state.step", "step", "global_step", "trainer.global_step")
 class Inspection:
     """The description of a checkpoint.
 
-    `model` is None where no file describes it, or where that file is wrong: then `model_problem` says why. `values` are
+    `model` is None if no file describes it, or if that file is wrong: then `model_problem` says why. `values` are
     small plain entries.
     """
 
     path: str
     container: str
     naming: str
-    selected: str  # the place of the model, where the checkpoint holds several; else ""
+    selected: str  # the place of the model, if the checkpoint holds several; else ""
     model: dict[str, Any] | None
     model_problem: str
     quantization: dict[str, Any] | None  # of the weights: scheme, number of weights, bytes of codes and of scales
-    step: int | None  # of training, where a value has it
+    step: int | None  # of training, if a value has it
     num_parameters: int
     dtypes: dict[str, int]  # bytes of the weights by element type, the largest first
     num_bytes: int
@@ -67,7 +67,7 @@ def inspect_checkpoint(
 ) -> Inspection:
     """Describe a checkpoint of any format. Reads headers and small values, and no tensor but the step.
 
-    `model_from`: a folder that describes the model, where the checkpoint does not. `select`: the model, where the
+    `model_from`: a folder that describes the model, if the checkpoint does not. `select`: the model, if the
     checkpoint holds several.
     """
     catalog = open_checkpoint(path, select=select)
@@ -180,7 +180,7 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
 
 
 def _naming_by_names(catalog: Catalog) -> str:
-    """The naming, where names alone determine it. Native and Meta's differ only in the order of rows: unknown."""
+    """The naming, if names alone determine it. Native and Meta's differ only in the order of rows: unknown."""
     for family in all_families().values():
         with suppress(CheckpointError):
             if (found := naming_of(catalog, family).name) != "native":

@@ -42,8 +42,8 @@ def verify(
     """Make every check that is possible for `path`. `quick` reads headers and small files, and no tensor.
 
     `accept`: the folder was changed on purpose: list what differs from its manifest, and replace the manifest if no
-    check fails. `model_from`: a folder that describes the model, where the checkpoint does not. `select`: the model
-    whose names and shapes are checked, where the checkpoint holds several.
+    check fails. `model_from`: a folder that describes the model, if the checkpoint does not. `select`: the model
+    whose names and shapes are checked, if the checkpoint holds several.
 
     Raises CheckpointError if there is nothing at `path`, or nothing to accept; a checkpoint that does not open is a
     failed check.
@@ -104,7 +104,7 @@ def verify(
 def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
     """Compare all files of a folder that does not open with its manifest or the hub's checksums, to name every one.
 
-    Nothing is read where links lead out of the folder.
+    Nothing is read if links lead out of the folder.
     """
     if quick or not path.is_dir():
         return []

@@ -36,7 +36,7 @@ def load_for_inference(
         quantize: round the weights of linear layers and experts to 8 bits.
         compile: compile the decode step.
         context: length of the longest sequence; default: the model's context, at most 8192.
-        select: the model, where the checkpoint holds several.
+        select: the model, if the checkpoint holds several.
         model_from: folder with the model's config and tokenizer, for a checkpoint that does not have them.
 
     The result has `generate`, `score`, `encode` and `decode`.

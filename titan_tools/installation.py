@@ -1,6 +1,6 @@
 """What is wrong with the installation: packages of somebody else in titan's place, versions that do not fit.
 
-`trainer` and `converters` are generic names, which other distributions install, too. Where they overwrote, removed or
+`trainer` and `converters` are generic names, which other distributions install, too. If they overwrote, removed or
 hide titan's, one message names them and the command that mends it. Nothing of titan's is imported here.
 """
 

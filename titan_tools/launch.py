@@ -70,7 +70,7 @@ def gpu_name() -> str:
 
 
 def find_device() -> Device | None:
-    """What ranks on this machine compute on; None where torch is missing, without which GPUs cannot be counted."""
+    """What ranks on this machine compute on; None if torch is missing, without which GPUs cannot be counted."""
     try:
         if not count_gpus():
             return HOST_CPU
@@ -105,7 +105,7 @@ def run_ranks(
     `interrupt_answer`: printed at the first Ctrl-C after `report_step_done`, which is sent to the ranks; any other
     Ctrl-C kills them.
     Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt, with a note on what is
-    lost, where Ctrl-C killed them.
+    lost, if Ctrl-C killed them.
     """
     with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent(), _note_on_loss(folder):
         agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
@@ -132,7 +132,7 @@ def _note_on_loss(folder: str) -> Iterator[None]:
 
 @contextmanager
 def _explained_agent() -> Iterator[None]:
-    """Around the agent, which meets itself at a free port of localhost. Raises RankFailure where it cannot."""
+    """Around the agent, which meets itself at a free port of localhost. Raises RankFailure if it cannot."""
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import RendezvousError
 

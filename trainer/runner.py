@@ -22,7 +22,7 @@ class Runner(Protocol):
 
 
 class WholeModel:
-    """The runner where a rank holds all layers."""
+    """The runner if a rank holds all layers."""
 
     def __init__(self, model: nn.Module):
         self.model = model

@@ -116,7 +116,7 @@ class TrainStep:
         observer: StepObserver | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):
-        """`stop_requested` is called late in each step; where a rank returns True, the StepResult of all says so."""
+        """`stop_requested` is called late in each step; if a rank returns True, the StepResult of all says so."""
         parameters, dims = model.named_parameters().values(), meshes.dims
         self._model = model
         self._observer: StepObserver = observer or NoObserver()

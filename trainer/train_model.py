@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 
     tokens: Tensor  # [B, L]
     targets: Tensor  # [B, L]
-    positions: Tensor  # [L], or [B, L] where they restart in each document
+    positions: Tensor  # [L], or [B, L] if they restart in each document
     documents: dict[str, Tensor]  # {"documents": [B, S]}, or empty: attention sees all earlier tokens
 
 
@@ -109,7 +109,7 @@ class TrainModel:
         return self._buffers
 
     def state_dict(self) -> dict[str, Tensor]:
-        """FQN → live tensor (a DTensor where it is sharded), parameters and buffers: loading fills it in place."""
+        """FQN → live tensor (a DTensor if it is sharded), parameters and buffers: loading fills it in place."""
         trained = {fqn: without_float8(parameter.detach()) for fqn, parameter in self._parameters.items()}
         return trained | self._buffers
 

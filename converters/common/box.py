@@ -30,7 +30,7 @@ class Box:
         return Box((0,) * len(shape), tuple(shape))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part, or None where it is empty."""
+        """The common part, or None if it is empty."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, size = max(a, b), min(a + n, b + m) - max(a, b)
@@ -76,7 +76,7 @@ def count_dtypes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
 
 
 def row_blocks(box: Box, element_bytes: int, max_bytes: int) -> Iterator[Box]:
-    """`box` cut along dim 0 into parts of at most `max_bytes` each (one row where a row is larger)."""
+    """`box` cut along dim 0 into parts of at most `max_bytes` each (one row if a row is larger)."""
     if not box.sizes or box.num_elements * element_bytes <= max_bytes:
         yield box
         return

@@ -16,7 +16,7 @@ class DType:
     name: str
     itemsize: int
     safetensors: str
-    torch_storage: str  # typed storage class, or "" where torch has none and writes an UntypedStorage + dtype
+    torch_storage: str  # typed storage class, or "" if torch has none and writes an UntypedStorage + dtype
     is_floating: bool
 
 

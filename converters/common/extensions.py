@@ -15,7 +15,7 @@ class ExtensionError(TitanError):
 
 
 def where_defined(thing: Any) -> str:
-    """`file:line` of the definition of a function, a class, or an object's class; its name where there is no source."""
+    """`file:line` of the definition of a function, a class, or an object's class; its name if there is no source."""
     while isinstance(thing, partial):
         thing = thing.func
     if not (inspect.isroutine(thing) or inspect.isclass(thing)):

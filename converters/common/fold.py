@@ -26,7 +26,7 @@ class TensorLine:
 
 
 def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
-    """Fold lines of one tensor each where dtype, shape and all but the numbers agree; in order of appearance.
+    """Fold lines of one tensor each if dtype, shape and all but the numbers agree; in order of appearance.
 
     Only full products are written as one line, so that each line stands for exactly the names it shows.
     """
@@ -120,7 +120,7 @@ def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
         node = root
         for part in _DOT.split(line.name):
             node = node.setdefault(part, {})
-        node.setdefault(None, []).append(line)  # several where they differ in dtype or shape
+        node.setdefault(None, []).append(line)  # several if they differ in dtype or shape
     return _rows(root, 0)
 
 

@@ -50,7 +50,7 @@ EPOCH_FOLDER_PATTERN = re.compile(r"^epoch_(\d+)$")  # torchtune's
 TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; has no step number on purpose
 TEXT_INDEXES = "token_indexes"  # in the dump folder: token indexes of the text that the config names
 RUN_LOCK = ".titan-lock"  # in a run's checkpoint folder; locked as long as the run lives
-ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file system cannot exchange two names
+ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, if the file system cannot exchange two names
 
 
 def step_of(folder_name: str) -> int | None:

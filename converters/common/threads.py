@@ -16,7 +16,7 @@ R = TypeVar("R")
 def in_parallel(run: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
     """The results of `run` for all items, in order. At most 2 × workers + 1 exist at a time, which bounds memory.
 
-    Close it where it may not be exhausted: that waits for the threads. Use it within `deferred_signals`.
+    Close it if it may not be exhausted: that waits for the threads. Use it within `deferred_signals`.
     """
     if workers <= 1:
         yield from map(run, items)

@@ -12,7 +12,7 @@ class FolderFiles:
     """The files of a checkpoint folder, sorted by what their names say."""
 
     path: Path
-    entry: str  # the file or index that transformers opens; "" where there is none
+    entry: str  # the file or index that transformers opens; "" if there is none
     dcp_metadata: tuple[str, ...]
     safetensors: tuple[str, ...]
     torch: tuple[str, ...]  # Meta's shards included

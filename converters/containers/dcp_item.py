@@ -40,7 +40,7 @@ class ItemData:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     data_offset: int
-    crc32: int | None  # of the whole storage record; None where the writer left it out
+    crc32: int | None  # of the whole storage record; None if the writer left it out
     record: tuple[int, int]  # (offset, length) of that record, from the item's start
 
 
@@ -59,7 +59,7 @@ def item_shell(dtype: str, shape: tuple[int, ...], data_crc32: int) -> tuple[byt
 
 
 def read_item(read_at: ReadAt, length: int, *, what: str) -> ItemData:
-    """Open the item of `length` bytes that `read_at` reads. Raises CheckpointError where it is not one plain tensor."""
+    """Open the item of `length` bytes that `read_at` reads. Raises CheckpointError if it is not one plain tensor."""
     records, ref, prefix = read_archive(windowed(read_at, length), length, what=what)
     if not isinstance(ref, TensorRef):
         raise CheckpointError(f"{what}: holds a {type(ref).__name__}, not a tensor")

@@ -1,7 +1,7 @@
 """DCP saved without rank coordination (`use_collectives=False`): one `__N.metadata` per rank, joined.
 
 Such checkpoints are not deduplicated: what several ranks hold (norms under HSDP, counters) is in every rank's file.
-Copies are dropped only where their CRC32s agree.
+Copies are dropped only if their CRC32s agree.
 """
 
 import os
@@ -28,7 +28,7 @@ def rank_metadata_files(names: Iterable[str]) -> list[str]:
 
 
 def check_ranks(folder: Path, names: Sequence[str]) -> None:
-    """Raise CheckpointError where a rank's metadata is missing: between others, or for a rank with data."""
+    """Raise CheckpointError if a rank's metadata is missing: between others, or for a rank with data."""
     found = {int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
     with_data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
     if missing := sorted((with_data | set(range(max(found)))) - found):
@@ -39,7 +39,7 @@ def check_ranks(folder: Path, names: Sequence[str]) -> None:
 
 
 def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
-    """Join the lists of all ranks. Raises CheckpointError where ranks hold different data under one name."""
+    """Join the lists of all ranks. Raises CheckpointError if ranks hold different data under one name."""
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, BlobEntry] = {}
     planner_data: dict[str, tuple[Any, ...]] = {}

@@ -228,7 +228,7 @@ def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[s
 
 
 def _vocabulary_shapes(params: Mapping[str, Any], shard: Catalog, count: int) -> dict[str, tuple[int, ...]]:
-    """The shapes that say the vocabulary's size, where params.json does not; of the whole embedding."""
+    """The shapes that say the vocabulary's size, if params.json does not; of the whole embedding."""
     shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
     embedding = shapes.get(EMBEDDING, ())
     inner = params.get("model")
@@ -239,7 +239,7 @@ def _vocabulary_shapes(params: Mapping[str, Any], shard: Catalog, count: int) ->
 
 
 def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | None:
-    """The dim along which `count` parts of `shape` make the parameter; None where they do not.
+    """The dim along which `count` parts of `shape` make the parameter; None if they do not.
 
     The embedding's other side is never cut, so no shape fits both of its dims.
     """
@@ -253,7 +253,7 @@ def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | 
 
 
 def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: ModelArgs) -> int:
-    """How many shards in a row hold the same key/value head, where there are fewer heads than shards; else 0.
+    """How many shards in a row hold the same key/value head, if there are fewer heads than shards; else 0.
 
     A shard has the queries of num_heads / count heads in a row, so the head that it needs is shard · heads // count.
     """
@@ -273,7 +273,7 @@ def _placed(chunks: Sequence[Chunk], dim: int) -> tuple[Chunk, ...]:
 
 
 def _shards_asked(parameter: Parameter, shape: tuple[int, ...]) -> int:
-    """The number of shards for which this shape would be right; 0 where there is none."""
+    """The number of shards for which this shape would be right; 0 if there is none."""
     for dim in range(len(shape)) if len(shape) == len(parameter.shape) else ():
         if shape[dim] and parameter.shape[dim] % shape[dim] == 0:
             count = parameter.shape[dim] // shape[dim]
@@ -283,7 +283,7 @@ def _shards_asked(parameter: Parameter, shape: tuple[int, ...]) -> int:
 
 
 def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> None:
-    """Raise CheckpointError where all shapes match one number of shards, which is not that of the files."""
+    """Raise CheckpointError if all shapes match one number of shards, which is not that of the files."""
     counts = {*asked} - {0}
     if len(counts) == 1 and (count := counts.pop()) != len(files):
         wanted = [META_SHARD.format(index=index) for index in range(count)]
@@ -296,7 +296,7 @@ def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> No
 
 
 def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
-    """Raise CheckpointError where a single file is one of several shards, by its shapes."""
+    """Raise CheckpointError if a single file is one of several shards, by its shapes."""
     try:
         _, parameters, _ = _model(path, shard, 1)
     except TitanError:

@@ -48,7 +48,7 @@ def refuse_strange_files(folder: Path, names: Iterable[str], *, pickles: bool = 
 
 
 def stranger(path: Path, start: bytes) -> TitanError | None:
-    """The error for a file whose first bytes are not those of weights, where they tell what it is."""
+    """The error for a file whose first bytes are not those of weights, if they tell what it is."""
     text = start.lstrip().lower()
     if not start:
         return CheckpointError(f"{path}: is empty", hint="the download or the copy was interrupted")

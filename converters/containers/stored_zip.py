@@ -27,7 +27,7 @@ _UTF8 = 0x0800
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One stored entry. `crc32` is 0 where the writer did not compute it."""
+    """One stored entry. `crc32` is 0 if the writer did not compute it."""
 
     name: str
     data_offset: int
@@ -158,7 +158,7 @@ def _check_local(
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """An entry to be written. `data` is None where the caller writes its `size` bytes, whose CRC32 is `crc32`."""
+    """An entry to be written. `data` is None if the caller writes its `size` bytes, whose CRC32 is `crc32`."""
 
     name: str
     size: int
@@ -220,7 +220,7 @@ def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[in
 
 
 def _wide_field(values: bytes) -> bytes:
-    """The zip64 extra field; empty where it is not needed."""
+    """The zip64 extra field; empty if it is not needed."""
     return struct.pack("<2H", 1, len(values)) + values if values else b""
 
 

@@ -63,7 +63,7 @@ def joined(segments: Iterable[ChecksummedRange]) -> FileSum:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int, *, what: object) -> None:
-    """pwrite all of `data`. Raises CheckpointError where the disk is full or fails."""
+    """pwrite all of `data`. Raises CheckpointError if the disk is full or fails."""
     view = memoryview(data)
     try:
         while view:

@@ -83,7 +83,7 @@ class _Record:
 
 
 def _records(tensors: Mapping[str, TensorInfo], stored: Sequence[StoredTensor]) -> list[_Record]:
-    """In the order of each one's first part. Raises UnsupportedError where parts are missing or differ in type."""
+    """In the order of each one's first part. Raises UnsupportedError if parts are missing or differ in type."""
     of_part = {part: each for each in stored for part in each.parts}
     records, problems = dict[str, _Record](), []
     for name, info in tensors.items():

@@ -30,7 +30,7 @@ class OptionText:
 
     flag: str
     help: str
-    refusal: str  # the hint where a format does not take it
+    refusal: str  # the hint if a format does not take it
     metavar: str | None = None
     kind: Any = str  # the type of the argument
     parse: Callable[[Any], Any] = lambda value: value  # argument → value of the field
@@ -208,7 +208,7 @@ class Format:
     from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself
     to_dcp: CommandHelp | None = None  # of `NAME-to-dcp`
     file_suffixes: tuple[str, ...] = ()  # of a DST that is a single file
-    quantizes: str | None = None  # `quantize` where none is asked for
+    quantizes: str | None = None  # `quantize` if none is asked for
     destination_help: str = "The folder to create."
 
     def completed(self, options: OutputOptions) -> OutputOptions:

@@ -30,7 +30,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     if options.shard_bytes is not None:
         raise ConfigError("--shard-size cannot be combined with --for-mesh, which makes one file per rank")
     check_mesh(options.mesh, contents.family, contents.info.args)
-    # Stages are split over all parameters, also where an incomplete source lacks some.
+    # Stages are split over all parameters, also if an incomplete source lacks some.
     parameters = [p for p in contents.family.parameters(contents.info.args) if p.fqn in tensors]
     stages = split_stages(options.mesh.pp, contents.info.args.num_layers)
     itemsizes = {name: itemsize(info.dtype) for name, info in tensors.items()}

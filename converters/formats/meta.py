@@ -33,7 +33,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.naming.meta_names import meta_parameters
 
     family, args = contents.family, contents.info.args
-    meta_params(contents.info)  # raises before the copy where params.json cannot describe the model
+    meta_params(contents.info)  # raises before the copy if params.json cannot describe the model
     num_shards = 1 if options.num_shards is None else options.num_shards
     _check_num_shards(num_shards, args)
     parameters = meta_parameters(family, args)

@@ -32,7 +32,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
 
     assert contents.family.release_config is not None
-    contents.family.release_config(contents.info.args)  # raises before the copy where it cannot describe the model
+    contents.family.release_config(contents.info.args)  # raises before the copy if it cannot describe the model
     return plan_safetensors(contents.tensors, shard_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES)
 
 

@@ -70,7 +70,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     if options.shard_bytes is not None:
         raise ConfigError(f"--shard-size means nothing for --style {style}, which is one file", tries=["--style hf"])
     if style == "meta":
-        meta_params(info)  # raises before the copy where params.json cannot describe the model
+        meta_params(info)  # raises before the copy if params.json cannot describe the model
     return plan_torch(contents.tensors, file=_ONE_FILE[style], shared=second_names(contents.view.expressions))
 
 

@@ -92,9 +92,9 @@ class DigestRules:
     quantized: QuantizedTensors | None = None
 
     def source_for(self, reader: CatalogReader, fqn: str, listed: TensorSum | None) -> TensorSource:
-        """What to read a tensor from: its values or, where `listed` has a digest of the codes, the codes.
+        """What to read a tensor from: its values or, if `listed` has a digest of the codes, the codes.
 
-        Raises CheckpointError where a digest is of values that cannot be computed.
+        Raises CheckpointError if a digest is of values that cannot be computed.
         """
         is_of_codes = listed is not None and not listed.digest_dtype
         if self.quantized and fqn in self.quantized.expressions and not is_of_codes:
@@ -128,7 +128,7 @@ def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check,
 
 
 def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRules:
-    """The rules of the model's tensors, also where some are missing or wrong."""
+    """The rules of the model's tensors, also if some are missing or wrong."""
     try:
         info = find_model_info(catalog, model_part(catalog), model_from=model_from)
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
@@ -181,7 +181,7 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
 def check_downloaded(folder: Path, names: Sequence[str] | None = None) -> list[Check]:
     """Compare the files at the top of a folder, or `names`, with the checksums that a download from the hub recorded.
 
-    [] where nothing is recorded.
+    [] if nothing is recorded.
     """
     recorded = {name: record for name, record in recorded_files(folder).items() if "/" not in name}
     if names is not None:

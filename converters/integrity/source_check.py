@@ -30,7 +30,7 @@ class Vouched:
     def check(self, found: Mapping[str, TensorDigest]) -> None:
         """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs.
 
-        Where targets are stacks or parts of source tensors, the sums of all that belong together are compared. Halves
+        If targets are stacks or parts of source tensors, the sums of all that belong together are compared. Halves
         have no sums in common with the whole, nor has a transpose: their files are compared before (vouched_for).
         """
         wrong = []
@@ -111,7 +111,7 @@ def vouched_for(
 
 
 def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
-    """Raise CheckpointError where tensors, which are read alone, or files without tensors differ from the manifest.
+    """Raise CheckpointError if tensors, which are read alone, or files without tensors differ from the manifest.
 
     Does nothing without a manifest. Files with tensors that have no digest are read whole.
     """
@@ -121,15 +121,15 @@ def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
 
 
 def check_digests(catalog: Catalog, stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest]) -> None:
-    """Raise CheckpointError where digests of what was read (see Vouched) are not the manifest's, if there is one."""
+    """Raise CheckpointError if digests of what was read (see Vouched) are not the manifest's, if there is one."""
     if manifest := _manifest_of(catalog):
         Vouched(catalog.root, manifest.tensors, stored).check(found)
 
 
 def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
-    """Raise CheckpointError where files that hold the tensors `names`, or no tensor, differ from the manifest.
+    """Raise CheckpointError if files that hold the tensors `names`, or no tensor, differ from the manifest.
 
-    For readers that do not copy, and so do not compute digests on the way. Reads each file once or, where most of it is
+    For readers that do not copy, and so do not compute digests on the way. Reads each file once or, if most of it is
     something else (the optimizer of a training checkpoint), only these tensors, and compares their digests. Does
     nothing without a manifest. `do_all` does the reading: processes may share it.
     """
@@ -171,7 +171,7 @@ def _digest_of(reader: CatalogReader, name: str) -> TensorDigest:
 
 
 def _manifest_of(catalog: Catalog) -> Manifest | None:
-    """The manifest that lists the catalog's files; None where it is another checkpoint's in the same folder."""
+    """The manifest that lists the catalog's files; None if it is another checkpoint's in the same folder."""
     manifest = catalog.manifest
     return None if manifest is None or catalog.tensor_files.isdisjoint(manifest.files) else manifest
 
@@ -182,7 +182,7 @@ def _require_files(folder: Path, manifest: Manifest, names: Iterable[str], *, do
 
 
 def check_blobs(reader: CatalogReader) -> None:
-    """Raise CheckpointError where a non-tensor entry does not match the CRC32s of its own item."""
+    """Raise CheckpointError if a non-tensor entry does not match the CRC32s of its own item."""
     problems = [problem for fqn in reader.catalog.blobs for problem in reader.blob_problems(fqn)]
     if problems:
         raise CheckpointError(

@@ -39,7 +39,7 @@ def staged_output(dst: Path, *, fingerprint: str | None, resume: bool, overwrite
     """A folder that becomes `dst` when the block succeeds.
 
     When it fails, everything is removed; with `resume`, it is kept after an interrupt or a full disk. Raises
-    CheckpointError before any work where `dst` exists already or another process is making it.
+    CheckpointError before any work if `dst` exists already or another process is making it.
     """
     check_destination(dst, overwrite=overwrite)
     made = None
@@ -116,7 +116,7 @@ def _busy(dst: Path) -> CheckpointError:
 
 
 def _clear_others(root: Path, dst: Path, prefix: str) -> list[str]:
-    """Remove what killed conversions to the same place left. Raises CheckpointError where one is still running."""
+    """Remove what killed conversions to the same place left. Raises CheckpointError if one is still running."""
     remarks = []
     for other in sorted(root.parent.glob(f"{prefix}*")):
         if other == root or other.is_symlink() or not other.is_dir():

@@ -30,7 +30,7 @@ class Changes:
 class VerifyReport:
     """All checks in the order they were made. `non_finite`: tensors that hold NaN or infinity, which is not damage.
 
-    `changes`: what was accepted; None where nothing was accepted, and without `--accept`.
+    `changes`: what was accepted; None if nothing was accepted, and without `--accept`.
     """
 
     path: str

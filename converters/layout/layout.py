@@ -21,7 +21,7 @@ from converters.layout.stages import module_of, ranks_of_stages, split_stages
 
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
 MAX_CHUNK_BYTES = 256 * MIB
-SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: a rank reads little that it does not need
+SEED_CHUNK_BYTES = 64 * MIB  # if the readers' mesh is unknown: a rank reads little that it does not need
 DISTCP_FILE = "__{rank}_0.distcp"
 MAX_CHUNKS = 4_000_000  # of a model's weights; 405B on 512 ranks has 470,000
 _MANY_CHUNKS, _FEW_ELEMENTS = 500_000, 16_384  # chunks that small cost more to list than to store
@@ -64,9 +64,9 @@ def cuts_of(parameter: Parameter, mesh: MeshShape) -> list[Cut]:
 
 
 def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
-    """The part of a parameter that `rank` holds within its stage, or None where uneven sharding leaves it without any.
+    """The part of a parameter that `rank` holds within its stage, or None if uneven sharding leaves it without any.
 
-    A 0-dim tensor, and a buffer that is saved but not trained, is whole on every rank. Where TP does not divide dim 0,
+    A 0-dim tensor, and a buffer that is saved but not trained, is whole on every rank. If TP does not divide dim 0,
     these are FSDP2's shards, although torch 2.13's `_StridedShard` computes others.
     """
     if not parameter.is_trained:
@@ -98,7 +98,7 @@ def boxes_for_mesh(
 
     `itemsizes`: bytes per element by FQN. `stages`: module names per stage; split_stages's result when None.
     `stage_ranks`: the pipeline rank of each; round robin when None. A tied embedding has one FQN and so belongs to
-    the first stage. Raises ConfigError where the mesh would cut the model into more chunks than a `.metadata` can
+    the first stage. Raises ConfigError if the mesh would cut the model into more chunks than a `.metadata` can
     reasonably list.
     """
     if stages is None:
@@ -178,7 +178,7 @@ def boxes_for_any_mesh(tensors: Mapping[str, TensorInfo], *, file_bytes: int) ->
 def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Files:
     """Row blocks of at most 64 MiB in exactly `num_files` files of about the same size.
 
-    Raises ConfigError where rows, which stay whole, are too few or too long for so many files.
+    Raises ConfigError if rows, which stay whole, are too few or too long for so many files.
     """
     total = sum(prod(info.shape) * itemsize(info.dtype) for info in tensors.values())
     held: list[list[tuple[str, Box]]] = [[] for _ in range(num_files)]

@@ -9,7 +9,7 @@ def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_
     """Module names per pipeline stage, as torchtitan splits (generate_llm_fqn_per_model_part).
 
     The embedding counts as `first_less` layers and norm + output as `last_less`; what does not divide goes to the first
-    stages. Raises ConfigError where a stage would be left empty.
+    stages. Raises ConfigError if a stage would be left empty.
     """
     layers = [f"layers.{n}" for n in range(num_layers)]
     if num_stages == 1:

@@ -32,8 +32,8 @@ _NOT_CARRIED = {
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # written in the spellings of both transformers 4 and 5
 _COUNTED = ("num_nextn_predict_layers",)  # of tensors: a config may state layers that are not there (see mtp.py)
 _MOST_BYTES = 1 << 20  # of all such fields: config files are a few KB
-# GenerationConfig's fields but the token ids. Where there is no generation_config.json, transformers takes them from
-# config.json; where there is one, it does not.
+# GenerationConfig's fields but the token ids. If there is no generation_config.json, transformers takes them from
+# config.json; if there is one, it does not.
 _GENERATION = """
 max_length max_new_tokens min_length min_new_tokens early_stopping max_time stop_strings do_sample num_beams use_mtp
 use_cache cache_implementation cache_config max_cache_len temperature top_k top_p min_p top_h typical_p epsilon_cutoff
@@ -80,7 +80,7 @@ def read_untranslated(
 
 
 def require_without_effect(fields: Any, family: Family, args: ModelArgs, *, what: str) -> None:
-    """Raise CheckpointError where fields that should have no effect change the model, or are written by titan."""
+    """Raise CheckpointError if fields that should have no effect change the model, or are written by titan."""
     if not isinstance(fields, dict):
         raise CheckpointError(f"{what}: a JSON {type(fields).__name__}, not an object")
     if wrong := sorted(_NOT_CARRIED & fields.keys()):
@@ -142,13 +142,13 @@ def describe_rewritten(
 
 
 def _replaced_ids(config: Mapping[str, Any], token_ids: Mapping[str, Any]) -> list[str]:
-    """Token ids of a config.json that are null or its class's default, where another file has others."""
+    """Token ids of a config.json that are null or its class's default, if another file has others."""
     unset = [key for key in TOKEN_IDS if key in config and config[key] in (None, CLASS_DEFAULTS.get(key))]
     return [key for key in unset if token_ids.get(key, config[key]) != config[key]]
 
 
 def _refuse_other_code(config: Mapping[str, Any], family: Family, written: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError where transformers can load the model only by running the code in its folder.
+    """Raise UnsupportedError if transformers can load the model only by running the code in its folder.
 
     With a model_type of its own, transformers reads the folder as its own class unless it is given trust_remote_code.
     """

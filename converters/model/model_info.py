@@ -89,7 +89,7 @@ def find_model_file(path: Path) -> Path | None:
 def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     """The model that a checkpoint's folder describes; `catalog` gives the shapes that a params.json leaves open.
 
-    `path`: a folder, or a weights file in one. Raises CheckpointError where no file there describes the model.
+    `path`: a folder, or a weights file in one. Raises CheckpointError if no file there describes the model.
     """
     folder = description_folder(path)
     assets = find_assets(folder)
@@ -149,7 +149,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
 
 
 def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError where a config.json or params.json contradicts titan_model.json."""
+    """Raise CheckpointError if a config.json or params.json contradicts titan_model.json."""
     for name in MODEL_FILES[1:]:
         if not (folder / name).is_file():
             continue
@@ -180,7 +180,7 @@ def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
 
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
-    """Raise CheckpointError where the numbers need parameters that the family does not have."""
+    """Raise CheckpointError if the numbers need parameters that the family does not have."""
     naming = family.naming_for(next(iter(family.namings.values())), args)
     named = {rule.native for rule in naming.rules}
     asked = (re.sub(r"^layers\.0\.", "layers.{n}.", p.fqn) for p in family.parameters(replace(args, num_layers=1)))
@@ -226,7 +226,7 @@ def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: 
 
 
 def meta_params(info: ModelInfo) -> dict[str, Any]:
-    """The content of Meta's params.json. Raises UnsupportedError where it cannot describe the model."""
+    """The content of Meta's params.json. Raises UnsupportedError if it cannot describe the model."""
     say = get_family(info.family).meta_params
     if say is None:
         raise UnsupportedError(f"Meta's format has no {info.family} models")

@@ -31,7 +31,7 @@ def num_mtp_layers(names: Container[str], family: Family, naming: Naming, args: 
 
 
 def require_stated(found: int, stated: int, *, where: str) -> None:
-    """Raise CheckpointError where a checkpoint has some of the layers that its description states, but not all."""
+    """Raise CheckpointError if a checkpoint has some of the layers that its description states, but not all."""
     if 0 < found < stated:
         raise CheckpointError(
             f"{where}: {found} of {stated} layers for multi-token prediction are there",
@@ -57,7 +57,7 @@ def without_mtp(family: Family, naming: Naming, args: ModelArgs, count: int) -> 
 def check_repeats(view: View, *, kept: bool, where: str) -> list[str]:
     """Compare a layer's copies of the model's tensors with them: remarks on those that differ.
 
-    Raises CheckpointError where the layers are `kept`: the native form has one tensor for both. Reads both.
+    Raises CheckpointError if the layers are `kept`: the native form has one tensor for both. Reads both.
     """
     problems = [
         f"{name} is not {first}: {problem}"

@@ -34,7 +34,7 @@ _MOVED = ("dtype", "torch_dtype", "transformers_version", "quantization_config")
 def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of a config.json's text model, and those around them, which are none in a text model's own file.
 
-    Raises CheckpointError where the two contradict each other.
+    Raises CheckpointError if the two contradict each other.
     """
     named = config.get("architectures") if isinstance(config.get("architectures"), list) else []
     for family in all_families().values():
@@ -118,7 +118,7 @@ def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, .
 
 
 def _missing_layers(names: Sequence[str]) -> list[str]:
-    """Names that are missing where the layers of an encoder have the same tensors, and numbers from 0 on."""
+    """Names that are missing if the layers of an encoder have the same tensors, and numbers from 0 on."""
     found: dict[str, dict[int, set[str]]] = {}  # in front of a number → number → what follows
     for name in names:
         if numbered := _NUMBERED.fullmatch(name):
@@ -133,7 +133,7 @@ def _missing_layers(names: Sequence[str]) -> list[str]:
 
 
 def require_place(output: str, names: tuple[str, ...], *, keep_extra: bool | None) -> dict[str, str]:
-    """Name → reason, of tensors that an output has no place for. Raises ConfigError where they were asked for."""
+    """Name → reason, of tensors that an output has no place for. Raises ConfigError if they were asked for."""
     if names and keep_extra:
         raise ConfigError(
             f"--keep-extra: {output} has no place for the {len(names):,} tensors beside the text model",

@@ -22,7 +22,7 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
 
     Tensors that `native` lacks, because that was allowed, are missing here, too. Native tensors that the naming has no
     name for are in `ledger.dropped`: the caller makes sure that they are zero (rules.Zeros). Raises CheckpointError
-    where a foreign tensor would be made of native ones that differ in dtype, or of which some are missing.
+    if a foreign tensor would be made of native ones that differ in dtype, or of which some are missing.
     """
     family, args = get_family(info.family), info.args
     naming = family.naming_for(naming, args)
@@ -60,7 +60,7 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
 
 
 def native_row_numbers(info: ModelInfo, naming: Naming) -> RowNumbers | None:
-    """The native numbers of the rows of tensors under their names in `naming`; None where all are the same."""
+    """The native numbers of the rows of tensors under their names in `naming`; None if all are the same."""
     parameters = get_family(info.family).parameters(info.args)
     view = foreign_view(_Shapes({p.fqn: TensorInfo("float32", p.shape) for p in parameters}), info, naming)
     is_same = all(isinstance(expression, Source) for expression in view.expressions.values())

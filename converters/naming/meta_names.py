@@ -43,7 +43,7 @@ def as_loaded(shard: Catalog, stored: Sequence[StoredTensor]) -> Catalog:
 
 
 def _taken_apart(entry: TensorEntry, stored: StoredTensor) -> dict[str, TensorEntry] | None:
-    """None where its shape does not allow that: the ledger lists it then."""
+    """None if its shape does not allow that: the ledger lists it then."""
     (chunk,) = entry.chunks
     if not entry.shape:
         return None

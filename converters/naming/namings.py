@@ -39,9 +39,9 @@ def _without_model(naming: Naming) -> Naming | None:
 
 
 def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where: str = "") -> Naming:
-    """The naming that matches most of `names`, with `nest` in front of every name where that matches more.
+    """The naming that matches most of `names`, with `nest` in front of every name if that matches more.
 
-    Raises CheckpointError where none matches any.
+    Raises CheckpointError if none matches any.
     """
     names = list(names)
     plain = readable_namings(family)
@@ -85,7 +85,7 @@ def any_name(naming: Naming) -> re.Pattern[str]:
 
 
 def rules_for(natives: Iterable[str], naming: Naming) -> dict[str, Rule]:
-    """Rules by native name. Raises UnsupportedError where the naming has no name for a parameter of the model."""
+    """Rules by native name. Raises UnsupportedError if the naming has no name for a parameter of the model."""
     by_native = {rule.native: rule for rule in naming.rules}
     nameless = dict.fromkeys(name for fqn in natives if (name := with_placeholder(fqn)) not in by_native)
     if nameless:
@@ -152,5 +152,5 @@ def with_number(pattern: str, fqn: str) -> str:
 
 
 def prefix(where: str) -> str:
-    """The beginning of a message about the checkpoint `where`; "" where none is named."""
+    """The beginning of a message about the checkpoint `where`; "" if none is named."""
     return f"{where}: " if where else ""

@@ -41,7 +41,7 @@ def native_view(
     Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors, parts of one
     tensor that differ in dtype, and quantized weights that do not match their scales. Tensors that are allowed to be
     missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
-    error in any case. A tied model may repeat its output weight, which is read, and dropped where it equals the
+    error in any case. A tied model may repeat its output weight, which is read, and dropped if it equals the
     embedding. `keep_extra`: with the tensors of a multimodal checkpoint beside its text model, under their own names.
     `reads_copies`: without it the output of a tied model is taken for a copy unread. `where` begins the messages.
     """
@@ -154,7 +154,7 @@ def _missing(name: str, foreign: ForeignTensors) -> str:
 
 
 def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, ForeignTensors], found: set[str]) -> set[str]:
-    """The buffers that training changes, where the source has none: then there is nothing to lose, they are zero."""
+    """The buffers that training changes, if the source has none: then there is nothing to lose, they are zero."""
     buffers = [p.fqn for p in parameters if not p.is_trained]
     return set(buffers) if found.isdisjoint(n for fqn in buffers for n in foreign_of[fqn].names) else set()
 

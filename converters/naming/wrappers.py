@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"(?<=\blayers)\.\d+(?=\.)")
 def unwrap_modules(catalog: Catalog) -> Catalog:
     """`catalog` without the names that torch's wrappers have anywhere. `prefixes` counts the removed ones.
 
-    Raises CheckpointError where two entries would have one name.
+    Raises CheckpointError if two entries would have one name.
     """
     if catalog.container == "meta":
         return catalog
@@ -42,8 +42,8 @@ def unwrap_modules(catalog: Catalog) -> Catalog:
 def unwrap_outer(catalog: Catalog) -> Catalog:
     """`catalog` without the attributes that hold its model, which are prefixes of all names.
 
-    One is removed only where the names then are those of a known model and were not before. Raises CheckpointError
-    where two entries would have one name.
+    One is removed only if the names then are those of a known model and were not before. Raises CheckpointError
+    if two entries would have one name.
     """
     if catalog.container == "meta":
         return catalog

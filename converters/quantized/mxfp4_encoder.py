@@ -23,7 +23,7 @@ _Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Encoder:
-    """Quantizes one tensor [..., columns]; `known` scales are compared, or kept where they keep every value."""
+    """Quantizes one tensor [..., columns]; `known` scales are compared, or kept if they keep every value."""
 
     scales: str  # name of the tensor of scales
     scheme: Mxfp4Scheme

@@ -23,7 +23,7 @@ class Mxfp4Tensors:
 def find_mxfp4(
     tensors: Mapping[str, TensorInfo], scheme: Mxfp4Scheme, *, dtype: str, is_own: bool
 ) -> Mxfp4Tensors | None:
-    """The weights that are mxfp4 codes, with their scales; None where there are none (see find_quantized).
+    """The weights that are mxfp4 codes, with their scales; None if there are none (see find_quantized).
 
     Floating tensors under the names of codes are values: torchtitan and transformers save such files.
     """

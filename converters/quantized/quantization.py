@@ -91,7 +91,7 @@ SPELLINGS: Mapping[str, Scheme] = {  # of --quantize
 
 
 def read_quantization(config: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a config.json; None where its weights are not quantized.
+    """The scheme of a config.json; None if its weights are not quantized.
 
     Raises UnsupportedError with everything that is not covered.
     """

@@ -49,7 +49,7 @@ class DequantizedSource:
 def find_quantized(
     tensors: Mapping[str, TensorInfo], scheme: Scheme, *, dtype: str, is_own: bool
 ) -> QuantizedTensors | None:
-    """The weights that are codes, with their scales; None where the scheme is that of another checkpoint.
+    """The weights that are codes, with their scales; None if the scheme is that of another checkpoint.
 
     `is_own`: the scheme is in the checkpoint's own folder, so that a checkpoint without any such weight is an error.
     """

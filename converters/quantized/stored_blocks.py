@@ -77,7 +77,7 @@ class BlocksSource:
 
 
 def _stored_blocks(expression: Expression) -> StoredBlocks | None:
-    """None for weights that are not quantized, and where a block's rows are not next to each other."""
+    """None for weights that are not quantized, and if a block's rows are not next to each other."""
     match expression:
         case Fp8Blocks(codes, scales, block):
             return StoredBlocks(codes, scales, block)

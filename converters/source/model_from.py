@@ -31,10 +31,10 @@ _VERSION = "transformers_version"  # of the version that saved a file of setting
 def find_model_info(
     catalog: Catalog, weights: Catalog, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
 ) -> ModelInfo:
-    """The checkpoint's model, completed by `model_from`; `otherwise` where no file describes it.
+    """The checkpoint's model, completed by `model_from`; `otherwise` if no file describes it.
 
-    `weights`: the part of `catalog` that is the model. Raises ConfigError, listing both values, where `model_from`
-    contradicts the checkpoint, and CheckpointError where neither describes the model.
+    `weights`: the part of `catalog` that is the model. Raises ConfigError, listing both values, if `model_from`
+    contradicts the checkpoint, and CheckpointError if neither describes the model.
     """
     own_file = find_model_file(catalog.root)
     if model_from is None:
@@ -105,7 +105,7 @@ def model_type(info: ModelInfo) -> str:
 
 
 def _only_assets(place: Path) -> dict[str, Path]:
-    """The tokenizer of a folder that does not describe a model. Raises CheckpointError where it has none either."""
+    """The tokenizer of a folder that does not describe a model. Raises CheckpointError if it has none either."""
     folder = snapshot_of(place) if place.is_dir() else place.parent
     assets = find_assets(folder)
     refuse_links_out(folder, assets.values())
@@ -176,7 +176,7 @@ def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> Mode
 
 
 def _same_content(a: Path, b: Path) -> bool:
-    """Whether two files are equal, as JSON where they are JSON: transformers indents the files that it saves."""
+    """Whether two files are equal, as JSON if they are JSON: transformers indents the files that it saves."""
     one, other = a.read_bytes(), b.read_bytes()
     if one == other or a.name == TIKTOKEN_MODEL or a.suffix != ".json":
         return one == other

@@ -42,10 +42,10 @@ class SeveralModels(UnsupportedError):
 
 
 def choose_model(catalog: Catalog, select: str | None, *, otherwise: str | None = None) -> Catalog:
-    """`catalog` with `selected`, the place of one of its models, where it holds several.
+    """`catalog` with `selected`, the place of one of its models, if it holds several.
 
-    `select`: the place of the model or its beginning: `policy` for `policy.model`; `otherwise` where it is None and
-    there are several. Raises SeveralModels with the places of all where both are None, and ConfigError where
+    `select`: the place of the model or its beginning: `policy` for `policy.model`; `otherwise` if it is None and
+    there are several. Raises SeveralModels with the places of all if both are None, and ConfigError if
     `select` does not name one.
     """
     places = _find_places(catalog)
@@ -115,7 +115,7 @@ def _inside(catalog: Catalog, place: str, places: Iterable[str]) -> list[str]:
 
 
 def _own_dict(catalog: Catalog, place: str, names: Iterable[str]) -> str:
-    """`place`, or its key `model` where that holds all its tensors: torchtitan once began names with `model.`."""
+    """`place`, or its key `model` if that holds all its tensors: torchtitan once began names with `model.`."""
     depth = len(place.split(".")) if place else 0
     paths = [tuple(map(str, catalog.path_of(name))) for name in names]
     is_below = all(len(path) > depth + 1 and path[depth] == "model" for path in paths)
@@ -180,7 +180,7 @@ class _KnownNames:
 
 
 def _alike_dicts(catalog: Catalog) -> list[str]:
-    """Dicts of tensors with the same names, where no family has these names."""
+    """Dicts of tensors with the same names, if no family has these names."""
     if not CONTAINERS[catalog.container].keeps_sections:
         return []
     dicts: dict[str, set[str]] = {}

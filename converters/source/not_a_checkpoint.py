@@ -73,7 +73,7 @@ def _of_several(path: Path, torch_files: Sequence[str]) -> TitanError:
 
 def _checkpoints_inside(path: Path, *, depth: int = 3) -> list[Path]:
     """Folders below `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500), oldest
-    first; where LATEST (a link, or LATEST.txt) names a folder, those in it. Unfinished saves are left out.
+    first; if LATEST (a link, or LATEST.txt) names a folder, those in it. Unfinished saves are left out.
     """
     found = []
     for place in sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink()):
@@ -95,7 +95,7 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _model_from(place: Path, path: Path) -> str:
-    """The option that names the folder between `place` and `path` with a config.json; a word where there is none."""
+    """The option that names the folder between `place` and `path` with a config.json; a word if there is none."""
     folders = [folder for folder in place.parents if folder.is_relative_to(path) and (folder / HF_CONFIG).is_file()]
     return f" --model-from {folders[0] if folders else 'FOLDER'}"
 

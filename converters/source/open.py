@@ -40,12 +40,12 @@ _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes
 def open_checkpoint(path: str | Path, *, select: str | None = None, against_manifest: bool = True) -> Catalog:
     """The catalog of a checkpoint folder or file. Reads headers only.
 
-    `select`: the model, where the checkpoint holds several (models_inside.choose_model); else the one that
+    `select`: the model, if the checkpoint holds several (models_inside.choose_model); else the one that
     the manifest of a resharded checkpoint has.
 
-    A folder's files are compared with its manifest where it has one, unless `against_manifest` is false.
+    A folder's files are compared with its manifest if it has one, unless `against_manifest` is false.
 
-    Raises CheckpointError where it is missing, incomplete, damaged or not a checkpoint, and UnsupportedError where it
+    Raises CheckpointError if it is missing, incomplete, damaged or not a checkpoint, and UnsupportedError if it
     is of a kind that is not supported. DCP chunks are checked to cover each tensor exactly once.
     """
     path = Path(path)
@@ -60,7 +60,7 @@ def open_checkpoint(path: str | Path, *, select: str | None = None, against_mani
 
 
 def require_exists(path: Path) -> None:
-    """Raise CheckpointError where there is nothing at `path`, with what was probably meant."""
+    """Raise CheckpointError if there is nothing at `path`, with what was probably meant."""
     if find_complete(path).exists():
         return
     if path.is_symlink():
@@ -108,7 +108,7 @@ def _refuse_unprintable_names(catalog: Catalog) -> None:
 
 
 def _compare_with_manifest(catalog: Catalog, manifest: Manifest) -> None:
-    """Raise CheckpointError where the tensors or their files are not those of the manifest."""
+    """Raise CheckpointError if the tensors or their files are not those of the manifest."""
     listed = [catalog.root / name for name in manifest.files]
     refuse_links_out(catalog.root, [p for p in listed if p.parent != catalog.root or p.is_symlink()])
     claimed = {fqn: (t.dtype, t.shape) for fqn, t in manifest.tensors.items()}

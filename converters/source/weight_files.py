@@ -32,7 +32,7 @@ RUN_STATE = re.compile(
 
 
 def find_hf_entry(folder: Path, names: Collection[str]) -> str:
-    """The file that transformers 5 opens for a folder's weights; "" where the folder has none of its names.
+    """The file that transformers 5 opens for a folder's weights; "" if the folder has none of its names.
 
     It is `transformers_weights` of config.json, else the first of HF_ENTRIES: one file before an index,
     safetensors before torch files (modeling_utils._get_resolved_checkpoint_files).
@@ -55,7 +55,7 @@ def find_hf_entry(folder: Path, names: Collection[str]) -> str:
 
 
 def refuse_mixtures(folder: Path, names: Collection[str], entry: str) -> None:
-    """Raise CheckpointError where a folder holds weights of two saves, and nothing says which of them is meant.
+    """Raise CheckpointError if a folder holds weights of two saves, and nothing says which of them is meant.
 
     transformers reads every safetensors file of a folder that has shards of DCP's writer, in the directory's order, and
     a whole file before a series, whichever is older. A file that config.json names is taken.
@@ -80,7 +80,7 @@ def refuse_mixtures(folder: Path, names: Collection[str], entry: str) -> None:
 
 
 def _check_series(folder: Path, shards: Iterable[str]) -> None:
-    """Raise CheckpointError where shards belong to series of different lengths, or a part of the series is missing."""
+    """Raise CheckpointError if shards belong to series of different lengths, or a part of the series is missing."""
     numbers = {tuple(map(int, found.groups())) for name in shards if (found := _SHARD.fullmatch(name))}
     lengths = sorted({length for _, length in numbers})
     if len(lengths) > 1:
@@ -100,7 +100,7 @@ def _is_part(name: str, whole: str) -> bool:
 
 
 def refuse_other_torch_files(catalog: Catalog, names: Collection[str]) -> None:
-    """Raise CheckpointError where pytorch_model.bin beside safetensors is another model: other shapes or layers."""
+    """Raise CheckpointError if pytorch_model.bin beside safetensors is another model: other shapes or layers."""
     if catalog.container != "safetensors" or _is_named(catalog.root):
         return
     try:
@@ -178,7 +178,7 @@ def _fold_series(names: Iterable[str]) -> list[str]:
 def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
     """LoRA adapters beside the weights, and why each is not read.
 
-    Raises UnsupportedError where transformers would add one to the weights: with PEFT installed it does so wherever
+    Raises UnsupportedError if transformers would add one to the weights: with PEFT installed it does so wherever
     there is an adapter_config.json, and without the adapter's file it fails. torchtune's recipes save an adapter
     beside weights that it is merged into already, so those weights are read without it.
     """

@@ -49,8 +49,8 @@ class NativeWeights:
     naming: str  # of the checkpoint
     left_out: Mapping[str, int]  # entries that are not weights: section or key → number
     reader: CatalogReader
-    quantized: QuantizedTensors | None = None  # where weights are stored as codes with scales
-    num_mtp_layers: int = 0  # of the checkpoint, also where they are not among the weights
+    quantized: QuantizedTensors | None = None  # if weights are stored as codes with scales
+    num_mtp_layers: int = 0  # of the checkpoint, also if they are not among the weights
     extras: tuple[str, ...] = ()  # of the weights: those beside the text model of a multimodal checkpoint
 
     @property
@@ -108,12 +108,12 @@ def open_native(
 ) -> NativeWeights:
     """Open a checkpoint of any format. Reads headers, and tensors that are stored twice: a tied output, Meta's norms.
 
-    `select`: the model, where the checkpoint holds several.
+    `select`: the model, if the checkpoint holds several.
     `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
     do not (torchtitan's); `otherwise`: the model, if the caller knows it. `dequantized`: bfloat16 or float32, the type
     of weights that are stored as codes with scales; to read those that are NaN raises CheckpointError. Layers for
     multi-token prediction are left out. Raises CheckpointError with everything that does not match the model, and
-    ConfigError where `model_from` contradicts the checkpoint.
+    ConfigError if `model_from` contradicts the checkpoint.
     """
     catalog = open_checkpoint(path, select=select)
     weights = native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
@@ -197,7 +197,7 @@ def without_outer(info: ModelInfo, family: Family) -> ModelInfo:
 
 
 def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANTIZED) -> QuantizedTensors | None:
-    """The weights of a checkpoint that are stored as codes with scales; None where `info` says of none."""
+    """The weights of a checkpoint that are stored as codes with scales; None if `info` says of none."""
     if info.quantization is None:
         return None
     infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in model_part(catalog).tensors.items()}
@@ -245,7 +245,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
 def _nest(catalog: Catalog) -> tuple[Any, ...] | None:
-    """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
+    """The path of the dict that holds the weights; () for the root, None if no one dict does (nested modules)."""
     if not CONTAINERS[catalog.container].keeps_sections:
         return None
     sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_other_section(catalog, n))

@@ -1,6 +1,6 @@
 """Atomic outputs: a folder is written as `.tmp-<id>` beside its destination and renamed when it is complete.
 
-With `overwrite`, the kernel exchanges the two folders where it can (renameat2); elsewhere the old one is renamed
+With `overwrite`, the kernel exchanges the two folders if it can (renameat2); elsewhere the old one is renamed
 first, and `find_complete` finds it if a kill comes between the two renames.
 """
 
@@ -38,7 +38,7 @@ _FOLDERS_IN_CHECKPOINTS = {ASSETS_FOLDER, "original", ".cache"}  # titan's, the 
 def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> Iterator[Path]:
     """A temporary folder beside `dst`, which becomes `dst` when the block succeeds and is removed when it fails.
 
-    Write the manifest last inside the block. Raises CheckpointError before any work where `dst` exists already.
+    Write the manifest last inside the block. Raises CheckpointError before any work if `dst` exists already.
     """
     check_destination(dst, overwrite=overwrite, marks=marks)
     staging = new_staging(dst, uuid4().hex[:12])
@@ -125,7 +125,7 @@ def aside_of(dst: Path) -> Path:
 
 
 def find_complete(path: Path) -> Path:
-    """`path`, or the old copy (`aside_of`) where a kill between two renames has left only that."""
+    """`path`, or the old copy (`aside_of`) if a kill between two renames has left only that."""
     if not path.exists() and aside_of(path).is_dir():
         return aside_of(path)
     return path
@@ -153,7 +153,7 @@ def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
 def require_space(folder: Path, num_bytes: int) -> int:
     """The free bytes of the disk that `folder` is on, or will be.
 
-    Raises CheckpointError where nothing can be written there, or less than `num_bytes`.
+    Raises CheckpointError if nothing can be written there, or less than `num_bytes`.
     """
     place = folder.absolute()
     while not place.exists():
@@ -185,7 +185,7 @@ def _rename_new(staging: Path, dst: Path) -> None:
 
 
 def _renameat2(source: Path, target: Path, flags: int) -> bool:
-    """True when done; False where this kernel or file system does not know the call."""
+    """True when done; False if this kernel or file system does not know the call."""
     call = _libc_renameat2()
     if call is None:
         return False

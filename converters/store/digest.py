@@ -53,7 +53,7 @@ class TensorDigest:
         self._open: dict[int, tuple[xxh3_128, int]] = {}  # row → (its hash so far, elements seen)
 
     def update(self, box: Box, array: np.ndarray, *, rows: Sequence[int] | None = None) -> None:
-        """Add the values of a box. `rows`: the native number of each row of it, where the order differs."""
+        """Add the values of a box. `rows`: the native number of each row of it, if the order differs."""
         if array.size == 0:
             return
         numbers = _plain(rows if rows is not None else self.row_numbers(box))

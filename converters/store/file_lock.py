@@ -9,9 +9,9 @@ _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock an open file. False where the file system has no locks (some Lustre mounts).
+    """Lock an open file. False if the file system has no locks (some Lustre mounts).
 
-    Raises BlockingIOError where another process holds the lock, unless `wait` is set.
+    Raises BlockingIOError if another process holds the lock, unless `wait` is set.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))

@@ -20,7 +20,7 @@ _SHARED_SUM = re.compile("[0-9a-f]{64}")
 def snapshot_of(path: Path) -> Path:
     """`path` or, for a repository's folder in the cache, the snapshot of its branch `main`.
 
-    Raises CheckpointError where there are several and no `main` among them.
+    Raises CheckpointError if there are several and no `main` among them.
     """
     snapshots = path / _SNAPSHOTS
     if not ((path / _BLOBS).is_dir() and snapshots.is_dir()):

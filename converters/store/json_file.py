@@ -13,7 +13,7 @@ MAX_BYTES = 256 << 20  # the largest index there is takes 9 MB, the largest toke
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError where it is anything else, or larger than is plausible."""
+    """The JSON object in a file. Raises CheckpointError if it is anything else, or larger than is plausible."""
     try:
         size = path.stat().st_size
         if size > max_bytes:

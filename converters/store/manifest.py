@@ -46,9 +46,9 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class TensorSum:
-    """A tensor in the manifest. `digest` is "" where none was computed (see digest.py).
+    """A tensor in the manifest. `digest` is "" if none was computed (see digest.py).
 
-    `digest_dtype` and `digest_shape`: of the values that the digest is of, where they are not `dtype` and `shape`:
+    `digest_dtype` and `digest_shape`: of the values that the digest is of, if they are not `dtype` and `shape`:
     those of codes times scales.
     """
 
@@ -79,7 +79,7 @@ class Manifest:
     """Tensors by FQN, files by their path inside the folder (with `/`).
 
     `accepted`: it was rewritten after a change: it describes what the user accepted, not what titan wrote.
-    `selected`: the place, in the source, of the model that the weights are; "" where the source held one model.
+    `selected`: the place, in the source, of the model that the weights are; "" if the source held one model.
     """
 
     tensors: Mapping[str, TensorSum]
@@ -109,7 +109,7 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where it has none (a checkpoint that someone else wrote)."""
+    """The manifest of a folder; None if it has none (a checkpoint that someone else wrote)."""
     path, tries = folder / MANIFEST, [f"titan verify {folder} --accept"]
     try:
         raw = path.read_bytes()
@@ -181,7 +181,7 @@ def _dump(manifest: Manifest) -> bytes:
 def check_sizes(folder: Path) -> Manifest | None:
     """Read the manifest and compare the sizes of its files: cheap enough for every open.
 
-    Raises CheckpointError where one differs.
+    Raises CheckpointError if one differs.
     """
     manifest = read_manifest(folder)
     if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
@@ -221,7 +221,7 @@ def check_files(
 ) -> list[str]:
     """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well.
 
-    `manifest`: the folder's, where it has been read already. `do_all` does the reading, a part of a file with each
+    `manifest`: the folder's, if it has been read already. `do_all` does the reading, a part of a file with each
     call: processes may share it.
     """
     manifest = manifest or read_manifest(folder)

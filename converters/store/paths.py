@@ -43,7 +43,7 @@ def checked_file_size(folder: Path, name: str) -> int:
 
 
 def refuse_links_out(folder: Path, paths: Iterable[Path]) -> None:
-    """Raise CheckpointError, naming all of them, where links in `folder` lead to files outside of it.
+    """Raise CheckpointError, naming all of them, if links in `folder` lead to files outside of it.
 
     With such links a malicious checkpoint could have any file of the reader read, and copied along with the tokenizer.
     A link to the folder itself (`latest`) is the user's own and followed; so are those of a snapshot in the Hugging

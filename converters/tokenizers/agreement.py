@@ -1,6 +1,6 @@
 """Compare a tokenizer.json with the tokenizer.model of the same checkpoint: tiktoken ranks, or SentencePiece.
 
-transformers, torchtitan and titan read the tokenizer.json where there is one, Meta's and torchtune's code the
+transformers, torchtitan and titan read the tokenizer.json if there is one, Meta's and torchtune's code the
 tokenizer.model. What determines ids is compared: vocabulary, merges, and how text is split before merging.
 """
 
@@ -34,15 +34,15 @@ class Comparison:
 def compare_tokenizers(described: Path, model: Path) -> Comparison:
     """Compare a tokenizer.json with a tokenizer.model; the result for two files is cached.
 
-    Raises CheckpointError where either is damaged.
+    Raises CheckpointError if either is damaged.
     """
     return _compare(described, model, _stamp(described), _stamp(model))
 
 
 def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = None) -> str:
-    """Why a checkpoint's two tokenizers give different ids; "" where they do not, or where it has only one.
+    """Why a checkpoint's two tokenizers give different ids; "" if they do not, or if it has only one.
 
-    `meta_vocab_size`: rows of the embedding, where Meta's code, which numbers the special tokens itself, reads the
+    `meta_vocab_size`: rows of the embedding, if Meta's code, which numbers the special tokens itself, reads the
     tokenizer.model.
     """
     described, model = assets.get(TOKENIZER_JSON), assets.get(TIKTOKEN_MODEL)
@@ -93,7 +93,7 @@ def _ordinary(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _other_vocabulary(found: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    """How the vocabulary of a tokenizer.json differs from that of a tokenizer.model; "" where it does not."""
+    """How the vocabulary of a tokenizer.json differs from that of a tokenizer.model; "" if it does not."""
     if found == expected:
         return ""
     odd = sorted(text for text in found.keys() | expected.keys() if found.get(text) != expected.get(text))

@@ -82,7 +82,7 @@ def find_assets(folder: Path) -> dict[str, Path]:
 
 
 def find_documents(folder: Path) -> dict[str, Path]:
-    """Licence and model card of the weights in a folder, by name; none where the folder has no weights.
+    """Licence and model card of the weights in a folder, by name; none if the folder has no weights.
 
     A project's own README.md in a folder that has only a config or a tokenizer is not the model's.
     """
@@ -138,7 +138,7 @@ def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
-    """Those below `vocab_size`; none where the tokenizer is of a kind that is not read."""
+    """Those below `vocab_size`; none if the tokenizer is of a kind that is not read."""
     from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 
     model = assets.get(TIKTOKEN_MODEL)
@@ -174,7 +174,7 @@ def _ids_of_meta(assets: Mapping[str, Path], model: Path, vocab_size: int) -> di
 
 
 def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[str, Any]) -> list[str]:
-    """Copy the carried files into `folder`, and make a generation config of `generation` where there is none.
+    """Copy the carried files into `folder`, and make a generation config of `generation` if there is none.
 
     Returns the names.
     """
@@ -192,7 +192,7 @@ def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[s
 
 
 def _write_class(folder: Path, assets: Mapping[str, Path]) -> list[str]:
-    """Name the tokenizer's class in the copied tokenizer_config.json, where the source's config.json implied it.
+    """Name the tokenizer's class in the copied tokenizer_config.json, if the source's config.json implied it.
 
     Returns the name of the file if it is new.
     """
@@ -210,7 +210,7 @@ def _write_class(folder: Path, assets: Mapping[str, Path]) -> list[str]:
 def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_size: int, max_seq_len: int) -> list[str]:
     """Write tokenizer.json and tokenizer_config.json for a tokenizer.model of Meta's, which transformers misreads.
 
-    Writes nothing where there is a tokenizer.json, or where none would be exact. Returns the names written.
+    Writes nothing if there is a tokenizer.json, or if none would be exact. Returns the names written.
     """
     from converters.tokenizers.reader import is_metas
 
@@ -227,7 +227,7 @@ def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_si
 
 
 def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_size: int) -> list[str]:
-    """Write tokenizer.model (tiktoken) for a tokenizer.json, which Meta's code cannot open, where it is exact."""
+    """Write tokenizer.model (tiktoken) for a tokenizer.json, which Meta's code cannot open, if it is exact."""
     if TIKTOKEN_MODEL in assets or TOKENIZER_JSON not in assets:
         return []
     try:
@@ -280,9 +280,9 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
 
 
 def largest_token_id(assets: Mapping[str, Path]) -> int | None:
-    """The largest id of the tokenizer among the copied files; None where that is not known.
+    """The largest id of the tokenizer among the copied files; None if that is not known.
 
-    Raises CheckpointError and UnsupportedError where it cannot be read.
+    Raises CheckpointError and UnsupportedError if it cannot be read.
     """
     from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 

@@ -36,7 +36,7 @@ class TokenizerClass:
     defaults: Settings = field(default_factory=dict)
     from_sentencepiece: bool = False  # it does not look for vocab.json and merges.txt
     extra: tuple[str, ...] = ()  # special tokens of the class
-    adds_named: bool = False  # named tokens become added tokens even where the vocabulary has them
+    adds_named: bool = False  # named tokens become added tokens even if the vocabulary has them
     resets_post_processor: bool = False
 
 
@@ -166,7 +166,7 @@ _OTHERS = """
     VitsTokenizer Wav2Vec2CTCTokenizer Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMRobertaTokenizer
     XLMTokenizer XLNetTokenizer"""
 OTHERS = frozenset(_OTHERS.split())
-# The class of a model type, which reads where tokenizer_config.json names none
+# The class of a model type, which reads if tokenizer_config.json names none
 _OF_TYPES = {
     GENERIC: """EvollaModel arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr ernie4_5
         ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm_image glmasr got_ocr2
@@ -219,7 +219,7 @@ WRONGLY_NAMED = frozenset(_WRONGLY_NAMED.split())
 def class_name(settings: Settings, config: Settings, *, is_byte_level: Callable[[], bool]) -> str:
     """The class that transformers' AutoTokenizer takes: GENERIC, or a name of CLASSES.
 
-    `settings` are tokenizer_config.json, `config` config.json. Raises UnsupportedError for a class of OTHERS, and where
+    `settings` are tokenizer_config.json, `config` config.json. Raises UnsupportedError for a class of OTHERS, and if
     only code of the folder could read the tokenizer.
     """
     model_type, of_file = str(config.get("model_type")), settings.get("tokenizer_class")

@@ -31,7 +31,7 @@ class Declared:
 
 
 def read_declared(assets: Mapping[str, Path], described: Iterable[Any] | None) -> Declared:
-    """`described`: the added_tokens of tokenizer.json; None where there is none. Raises CheckpointError."""
+    """`described`: the added_tokens of tokenizer.json; None if there is none. Raises CheckpointError."""
     where = assets.get(TOKENIZER_CONFIG) or assets.get(SPECIAL_TOKENS_MAP) or assets.get(ADDED_TOKENS)
     try:
         return _read_declared(assets, described)

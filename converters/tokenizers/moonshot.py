@@ -34,7 +34,7 @@ _LONG_RUN = re.compile(rf"\s{{{_LONGEST_RUN}}}(?=\s)|\S{{{_LONGEST_RUN}}}(?=\S)"
 def special_tokens(assets: Mapping[str, Path], num_ranks: int) -> dict[str, int]:
     """The ids of the special tokens, which follow the ranks; tokenizer_config.json names some of the 256.
 
-    Raises UnsupportedError where the tokenizer is of another class.
+    Raises UnsupportedError if the tokenizer is of another class.
     """
     path = assets[MOONSHOT_RANKS]
     config = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}

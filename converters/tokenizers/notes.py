@@ -39,7 +39,7 @@ def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
 
 
 def _dropped_bytes(content: Mapping[str, Any]) -> list[int]:
-    """Bytes without a token, where text is split into bytes and there is no unknown token."""
+    """Bytes without a token, if text is split into bytes and there is no unknown token."""
     model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
     kinds = {part.get("type") for part in [cut, *cut.get("pretokenizers", [])]}
     if model.get("type") != "BPE" or "ByteLevel" not in kinds or model.get("unk_token") is not None:

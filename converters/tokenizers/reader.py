@@ -86,7 +86,7 @@ class FolderTokenizer:
 
 
 def vocabulary_file(assets: Mapping[str, Path]) -> Path | None:
-    """The file that decides ids; None where there is none."""
+    """The file that decides ids; None if there is none."""
     found = next((assets[n] for n in (TOKENIZER_JSON, TIKTOKEN_MODEL, MOONSHOT_RANKS) if n in assets), None)
     if found is None and VOCAB_JSON in assets:
         cls = CLASSES.get(_class_of(assets, assets[VOCAB_JSON]))
@@ -106,7 +106,7 @@ def is_metas(assets: Mapping[str, Path]) -> bool:
 
 
 def implied_class(assets: Mapping[str, Path]) -> str | None:
-    """The class of transformers that reads a folder; None where there is none, or the reader is another."""
+    """The class of transformers that reads a folder; None if there is none, or the reader is another."""
     path = vocabulary_file(assets)
     if path is None or is_metas(assets) or (path.name == MOONSHOT_RANKS and "auto_map" in _settings(assets)):
         return None
@@ -283,7 +283,7 @@ def _add_declared(
 
 
 def _refuse_mistral_regex(tokenizer: Tokenizer, settings: Mapping[str, Any], path: Path) -> None:
-    """Raise where transformers would replace the pattern of tokenizer.json by what `config.json` says.
+    """Raise if transformers would replace the pattern of tokenizer.json by what `config.json` says.
 
     Copies of the tokenizer without that config.json would be read with the old pattern.
     """
@@ -310,7 +310,7 @@ def _update_post_processor(tokenizer: Tokenizer, named: Mapping[str, Token], set
         if not text:  # transformers takes the unknown token in its place
             raise ValueError(f"{role} is the empty string, and add_{role} is true: name it in {TOKENIZER_CONFIG}")
         id = tokenizer.token_to_id(text)
-        assert id is not None  # a named token was added where it was missing
+        assert id is not None  # a named token was added if it was missing
         return [(text, id)]
 
     tokenizer.post_processor = _template(ends("bos_token"), ends("eos_token"))

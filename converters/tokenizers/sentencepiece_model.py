@@ -18,7 +18,7 @@ class SentencePiece:
 
     pieces: tuple[tuple[str, float, int], ...]
     model_type: int
-    control: dict[str, str]  # bos, eos, pad, unk → text, where the model has it
+    control: dict[str, str]  # bos, eos, pad, unk → text, if the model has it
     ids: dict[str, int]  # of the same, -1 for none
     plain: bool  # text is not normalized, except for a space in front; spaces become ▁
     byte_fallback: bool
@@ -32,7 +32,7 @@ class SentencePiece:
 
 
 def read_sentencepiece(path: Path) -> SentencePiece | None:
-    """The content of a SentencePiece file; None where the file is of another kind."""
+    """The content of a SentencePiece file; None if the file is of another kind."""
     from google.protobuf.message import DecodeError
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 

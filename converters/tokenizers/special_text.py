@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def special_tokens_in(text: str, names: frozenset[str]) -> list[str]:
-    """The special tokens written in a text, in order; the longest where one begins with another."""
+    """The special tokens written in a text, in order; the longest if one begins with another."""
     return _pattern_of_names(names).findall(text) if names else []
 
 

@@ -147,7 +147,7 @@ def _pair(merge: str | Sequence[str]) -> tuple[bytes, bytes]:
 
 
 def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two parts that tiktoken merges last into a token; None where its merging ends with more parts."""
+    """The two parts that tiktoken merges last into a token; None if its merging ends with more parts."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]

@@ -217,7 +217,7 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter for each byte: itself where it prints, else the next free code point from 256."""
+    """GPT-2's printable letter for each byte: itself if it prints, else the next free code point from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

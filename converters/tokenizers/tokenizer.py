@@ -31,7 +31,7 @@ class DocumentEnds:
     """The ids that documents begin (None: with none) and end with, and one line that says who names them.
 
     A document begins with the tokenizer's bos_token, unless it has `add_bos_token: false`, and ends with its eos_token.
-    Where the tokenizer does not say, generation_config.json does.
+    If the tokenizer does not say, generation_config.json does.
     """
 
     begin: int | None
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
         ...
 
     def checked(self, ids: list[int]) -> list[int]:
-        """The ids, before the model reads them. Raises DataError where it has no row for one."""
+        """The ids, before the model reads them. Raises DataError if it has no row for one."""
         ...
 
     def special_in(self, text: str) -> frozenset[str]:
@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path | str, *, num_rows: int | None = None) -> Tokeni
     """The tokenizer of a prepared data folder, an HF folder, a checkpoint (its assets) or a Meta folder.
 
     Its ids are those of transformers' AutoTokenizer, see reader.py. `num_rows`: of the model's embedding. Raises
-    DataError where there is none or it is damaged, UnsupportedError for a kind that is not read.
+    DataError if there is none or it is damaged, UnsupportedError for a kind that is not read.
     """
     from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 
@@ -111,7 +111,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_note(folder: Path | str) -> str:
-    """Which of two tokenizers that give other ids is read; "" where there is one, or they agree."""
+    """Which of two tokenizers that give other ids is read; "" if there is one, or they agree."""
     if problem := disagreement(find_assets(Path(folder))):
         return (
             f"{folder}: {TOKENIZER_JSON} and {TIKTOKEN_MODEL} give other ids ({problem}); {TOKENIZER_JSON} is read, "
@@ -281,7 +281,7 @@ def _around_text(post_processor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _special_names(tokenizer: "tokenizers.Tokenizer") -> frozenset[str] | None:
-    """None where text is changed before a special token is looked for, or not every place counts."""
+    """None if text is changed before a special token is looked for, or not every place counts."""
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     changes = changes_text(tokenizer)
     exact = not any(token.single_word or (changes and token.normalized) for token in special)

@@ -15,7 +15,7 @@ _MERGES = re.compile(rb'"merges"\s*:\s*\[\s*((?:%b(?:\s*,\s*%b)*+)?+)\s*\]' % (_
 
 
 def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
-    """The content without `model.merges`, and the merges. Raises CheckpointError where the file is not a JSON object.
+    """The content without `model.merges`, and the merges. Raises CheckpointError if the file is not a JSON object.
 
     Half a million Python strings for a Llama 3 would need more memory than the rest of a conversion.
     """
@@ -38,7 +38,7 @@ def _each(raw: bytes, start: int, end: int) -> Iterator[Any]:
 
 
 def write_tokenizer_config(folder: Path, tokens: Mapping[str, str], *, max_seq_len: int) -> list[str]:
-    """`tokens`: bos_token, eos_token … Returns the names written: none where the checkpoint has its own file."""
+    """`tokens`: bos_token, eos_token … Returns the names written: none if the checkpoint has its own file."""
     if (folder / TOKENIZER_CONFIG).exists():  # it may hold the chat template
         return []
     config = {

@@ -49,7 +49,7 @@ def require_family(name: str) -> None:
 
 
 def require_model(info: ModelInfo) -> None:
-    """Raise UnsupportedError, with every reason, where no builder of torchtune can build this model."""
+    """Raise UnsupportedError, with every reason, if no builder of torchtune can build this model."""
     args, scaling, problems = info.args, info.args.rope_scaling, []
     if get_family(info.family).has_role(Role.HEAD_NORM, args):
         problems.append("norms on q and k")
@@ -73,7 +73,7 @@ def require_device(device: str | None) -> None:
 
 
 def require_path(folder: Path) -> None:
-    """Raise ConfigError where a recipe cannot contain the path `folder`: its readers would interpret it."""
+    """Raise ConfigError if a recipe cannot contain the path `folder`: its readers would interpret it."""
     if "${" in str(folder) or "::" in str(folder) or not str(folder).isprintable():
         raise ConfigError(
             f"{str(folder)!r}: torchtune cannot read this path",

@@ -63,7 +63,7 @@ class TorchtuneTokenizer:
 
 
 def find_tokenizer(info: ModelInfo) -> TorchtuneTokenizer:
-    """The checkpoint's tokenizer. Raises CheckpointError or UnsupportedError where torchtune can open none."""
+    """The checkpoint's tokenizer. Raises CheckpointError or UnsupportedError if torchtune can open none."""
     path, in_json = info.assets.get(TIKTOKEN_MODEL), info.assets.get(TOKENIZER_JSON)
     if path is not None:
         if not looks_like_tiktoken(path):

@@ -35,7 +35,7 @@ class Cast:
 
     values: np.ndarray
     overflows: int  # values that are no longer finite
-    relative_error: float  # the largest |new - old| / |old| of the finite ones; 1.0 where one became zero
+    relative_error: float  # the largest |new - old| / |old| of the finite ones; 1.0 if one became zero
 
 
 def cast(array: np.ndarray, dtype: str) -> Cast:

@@ -30,7 +30,7 @@ class Chunk:
     file: str  # relative to the catalog's root
     byte_offset: int
     strides: tuple[int, ...]  # in elements; row-major but in some torch files
-    crc32: int | None = None  # of the chunk's whole record, where the container carries one
+    crc32: int | None = None  # of the chunk's whole record, if the container carries one
     record: tuple[int, int] | None = None  # (offset, length) of the bytes that `crc32` covers
     item: tuple[int, int] | None = None  # DCP: (offset, length) of the torch.save zip that holds the data
 
@@ -71,13 +71,11 @@ class Catalog:
     values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values among the tensors, by flat key
     copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards repeat
     of_ranks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # further shards' own parts of dropped tensors
-    file: str = ""  # the one file that holds all tensors, where there is one: errors name it
+    file: str = ""  # the one file that holds all tensors, if there is one: errors name it
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
-    stored: dict[str, str] = field(default_factory=dict)  # name → name in the files, where prefixes were removed
-    selected: str | None = (
-        None  # the place of the weights in the state dict, where --select chose one of several models
-    )
+    stored: dict[str, str] = field(default_factory=dict)  # name → name in the files, if prefixes were removed
+    selected: str | None = None  # the place of the weights in the state dict, if --select chose one of several models
     other_models: tuple[str, ...] = ()  # the places of the others
 
     @cached_property
@@ -92,7 +90,7 @@ class Catalog:
 
     @property
     def place_of_selected(self) -> str:
-        """The place of the weights as `--select` names it; "" where the checkpoint holds one model."""
+        """The place of the weights as `--select` names it; "" if the checkpoint holds one model."""
         return "" if self.selected is None else self.selected or "."
 
     @property

@@ -18,13 +18,13 @@ _AT_ONCE = 1 << 20  # elements that are widened at a time: their float64 values 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far two tensors of one shape are apart. `num_different` is 0 where only bits or dtypes differ."""
+    """How far two tensors of one shape are apart. `num_different` is 0 if only bits or dtypes differ."""
 
     num_different: int
     first: tuple[int, ...] | None  # index of the first element that differs
     max_abs: float  # max |A - B|
     relative: float  # ‖A - B‖ / ‖A‖
-    rounded: str  # "A" or "B" where that one equals the other cast to its dtype; else ""
+    rounded: str  # "A" or "B" if that one equals the other cast to its dtype; else ""
     experts: tuple[int, ...] = ()  # of a stack: the numbers along dim 0 of those that differ
 
 
@@ -39,7 +39,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b: str) -> Box | None:
-    """The first block whose bits differ, None where all are equal. Dtypes and shapes must agree."""
+    """The first block whose bits differ, None if all are equal. Dtypes and shapes must agree."""
     info = a.tensors[name_a]
     for box in row_blocks(Box.whole(info.shape), itemsize(info.dtype), BLOCK_BYTES):
         if not same_bits(a.read(name_a, box), b.read(name_b, box)):
@@ -48,7 +48,7 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
 
 
 def first_difference(source: TensorSource, one: str, other: str) -> str:
-    """Where two tensors do not hold the same bits; "" where they do. Reads them in blocks."""
+    """Where two tensors do not hold the same bits; "" if they do. Reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
@@ -58,7 +58,7 @@ def first_difference(source: TensorSource, one: str, other: str) -> str:
 
 
 def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Deviation | None:
-    """How far two tensors of one shape differ; None where dtype and all bits agree. NaN equals NaN here."""
+    """How far two tensors of one shape differ; None if dtype and all bits agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]
     sums = _ErrorSums()
     equal_boxes: list[Box] = []  # their norm is needed only if a later block differs

@@ -25,7 +25,7 @@ LARGEST_VALUE = 2.5e38  # that is quantized: rounded up by a fifth, which no cod
 
 
 def require_in_range(weight: str, amax: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    """Raise CheckpointError where finite values, `amax` of their blocks, could be infinite when they are read back.
+    """Raise CheckpointError if finite values, `amax` of their blocks, could be infinite when they are read back.
 
     Values that are infinite or NaN themselves are the caller's to count.
     """

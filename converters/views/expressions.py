@@ -66,8 +66,8 @@ class Expression:
     def source_rows(self, rows: Rows) -> Rows:
         """The numbers that rows have in the source's tensors. Each row must be one row of one of them, or of a Join.
 
-        Where the source is native, these are the numbers of a digest (see digest.py). A Join has its own: if its parts
-        had theirs, which are the same ones, a digest would not change where rows of two parts are exchanged. So has a
+        If the source is native, these are the numbers of a digest (see digest.py). A Join has its own: if its parts
+        had theirs, which are the same ones, a digest would not change if rows of two parts are exchanged. So has a
         Transpose, whose rows are columns of its part.
         """
         assert self.has_source_rows, f"{type(self).__name__}: its rows are parts of others"
@@ -219,7 +219,7 @@ class Join(Expression):
             if count == box.sizes[self.dim]:
                 return part.read(source, _moved_along(box, self.dim, first - (begin - its), count))
             step = max(1, _AT_ONCE * box.sizes[self.dim] // max(1, box.num_elements))
-            for at in range(first, first + max(1, count), step):  # once where the part is empty, for its type
+            for at in range(first, first + max(1, count), step):  # once if the part is empty, for its type
                 num = min(step, first + count - at)
                 piece = part.read(source, _moved_along(box, self.dim, at - (begin - its), num))
                 if made is None:
@@ -251,7 +251,7 @@ class Transpose(Expression):
         at_once, made = max(1, _AT_ONCE // max(1, rows)), None
         for index in np.ndindex(*counts):
             place = tuple(offset + number for offset, number in zip(lead, index, strict=True))
-            for start in range(0, max(1, columns), at_once):  # once where the box is empty, for its type
+            for start in range(0, max(1, columns), at_once):  # once if the box is empty, for its type
                 count = min(at_once, columns - start)
                 within = Box((*place, first_column + start, first_row), (*(1,) * len(place), count, rows))
                 read = np.ascontiguousarray(self.part.read(source, within)).reshape(count, rows)

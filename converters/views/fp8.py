@@ -94,7 +94,7 @@ def saturated(amax: _Array, scales: _Array) -> _Array:
 def encode(values: _Array, amax: _Array, scales: _Array, block: tuple[int, int], *, exact: _Array) -> _Array:
     """The codes, uint8, of `values` [rows, columns], which begin at a block, are finite, and float32 or bfloat16.
 
-    A block's factor is 448 / amax, as in DeepGEMM, where `exact` (one flag per block) is false; where it is true the
+    A block's factor is 448 / amax, as in DeepGEMM, if `exact` (one flag per block) is false; if it is true the
     values are divided by `scales`.
     """
     codes = np.empty(values.shape, np.uint8)

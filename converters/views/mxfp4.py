@@ -55,7 +55,7 @@ def value_pairs(dtype: str) -> _Array:
 
 
 def block_amax(values: _Array) -> _Array:
-    """The largest |value| of each block of `values` [..., 32 · n], float32 [..., n]; NaN or infinite where one is."""
+    """The largest |value| of each block of `values` [..., 32 · n], float32 [..., n]; NaN or infinite if one is."""
     bits = values.view(np.dtype(f"u{values.itemsize}"))
     magnitude = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)  # as integers, magnitudes have the order of values
     blocks = (bits & magnitude).reshape(*bits.shape[:-1], bits.shape[-1] // BLOCK, BLOCK)

@@ -35,7 +35,7 @@ class Ledger:
 class View:
     """A TensorSource under other names. `ledger` records the assignment of names.
 
-    `finite`: the tensors whose values are used at once, so that `read` raises CheckpointError where one is NaN or
+    `finite`: the tensors whose values are used at once, so that `read` raises CheckpointError if one is NaN or
     infinite; who copies values counts them instead.
     """
 
@@ -59,7 +59,7 @@ class View:
 
 
 def require_finite(name: str, values: np.ndarray) -> None:
-    """Raise CheckpointError where codes, scales, or the values that were made of them are NaN or infinite."""
+    """Raise CheckpointError if codes, scales, or the values that were made of them are NaN or infinite."""
     if num := count_non_finite(values, values.dtype.name):
         raise CheckpointError(
             f"{name} is quantized, and {num:,} of the {values.size:,} numbers that were read are NaN or infinite",

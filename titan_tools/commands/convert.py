@@ -135,7 +135,7 @@ def _register(
     takes: Sequence[str],
     destination: str,
 ) -> None:
-    """Add `titan convert NAME` to `app`. Where `to` is None it is an option; `takes`: fields of OutputOptions."""
+    """Add `titan convert NAME` to `app`. If `to` is None it is an option; `takes`: fields of OutputOptions."""
 
     def argument(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
         return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

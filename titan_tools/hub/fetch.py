@@ -93,7 +93,7 @@ def _lock(file: BinaryIO, part: Path) -> None:
 
 
 def check_sum(path: Path, etag: str, *, name: str) -> None:
-    """Compare a downloaded file with its ETag, where that is a checksum.
+    """Compare a downloaded file with its ETag, if that is a checksum.
 
     Removes the file and raises CheckpointError if they differ.
     """

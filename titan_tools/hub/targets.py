@@ -109,7 +109,7 @@ class PlainFolder:
         self.home = dst if is_downloaded(dst) else self.staging
 
     def require_same_commit(self, files: Sequence[RemoteFile]) -> None:
-        """Raise CheckpointError where the folder has files of another repository or commit."""
+        """Raise CheckpointError if the folder has files of another repository or commit."""
         recorded = recorded_files(self.path)
         others = [f.name for f in files if f.name in recorded and recorded[f.name].etag != f.etag]
         if others:

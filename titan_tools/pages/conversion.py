@@ -104,7 +104,7 @@ def _line(label: str, text: str) -> None:
 
 
 def _describe_rounding(relative_error: Mapping[str, float]) -> str:
-    """The largest relative error of the casts; "" where all are exact or none was made yet."""
+    """The largest relative error of the casts; "" if all are exact or none was made yet."""
     if not relative_error:
         return ""
     worst = max(relative_error, key=relative_error.__getitem__)

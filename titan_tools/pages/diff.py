@@ -77,7 +77,7 @@ def _largest(values: Sequence[float | None]) -> float | None:
 def _details(texts: Sequence[str]) -> str:
     """One text for texts that differ only in numbers, with the range of each: `3 … 64 of 64 values differ`.
 
-    Empty where they have shapes of different lengths.
+    Empty if they have shapes of different lengths.
     """
     numbers = [_NUMBER.findall(text) for text in texts]
     if len({*map(len, numbers)}) > 1:

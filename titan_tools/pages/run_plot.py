@@ -71,7 +71,7 @@ def refuse_other_pictures(path: Path) -> None:
 
 
 def plot_runs(runs: Sequence[Path], picture: Path, *, panels: Sequence[Panel] = PANELS) -> None:
-    """Draw the panels for which there are metrics. Raises CheckpointError where a run has none.
+    """Draw the panels for which there are metrics. Raises CheckpointError if a run has none.
 
     The picture's suffix sets its format; without one of PICTURES it is a PNG.
     """
@@ -197,6 +197,6 @@ def _color(number: int) -> str:
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """The folders' own names where they differ, else their paths."""
+    """The folders' own names if they differ, else their paths."""
     names = [run.resolve().name for run in runs]
     return names if len(set(names)) == len(names) else [str(run) for run in runs]

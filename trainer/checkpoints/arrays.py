@@ -18,7 +18,7 @@ def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's values on the CPU, row-major; a view where they already are."""
+    """A tensor's values on the CPU, row-major; a view if they already are."""
     local = tensor.detach().cpu().contiguous()
     raw = local.reshape(-1).view(torch.uint8).numpy()
     return raw.view(numpy_dtype(dtype_name(local.dtype))).reshape(tuple(local.shape))

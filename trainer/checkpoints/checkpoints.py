@@ -76,7 +76,7 @@ class Checkpoints:
     def resume(self, state: RunState) -> Path | None:
         """Load `load_step`, else the newest intact step; returns it, or None if the run has no step yet.
 
-        Damaged steps are reported and skipped. Raises CheckpointError if all steps are damaged, or where the folder
+        Damaged steps are reported and skipped. Raises CheckpointError if all steps are damaged, or if the folder
         holds other files: a run never starts from random weights by mistake.
         """
 
@@ -125,7 +125,7 @@ class Checkpoints:
         return list_steps(self.folder)
 
     def _load_unless_damaged(self, path: Path, state: RunState) -> str:
-        """Load a step. Where its files do not match the manifest, nothing is changed, and what is wrong is returned."""
+        """Load a step. If its files do not match the manifest, nothing is changed, and what is wrong is returned."""
         require_seen(path, self._group)
         if problem := on_first(self._group, lambda: size_problem(path)):
             return problem
@@ -172,7 +172,7 @@ class Checkpoints:
         """Write a step completely or not at all, then delete steps beyond keep_latest_k. `is_final`: the run ends then.
 
         An asynchronous save is copied now and written later; it waits for the save before it. Failures of both are
-        reported, and raised after more than max_failed_saves in a row, or where this save is the final one.
+        reported, and raised after more than max_failed_saves in a row, or if this save is the final one.
         """
         self.finish()
         self._needed_bytes = self.bytes_of_step(state.model, model_only=model_only)
@@ -208,7 +208,7 @@ class Checkpoints:
         self._failed.settle(error, num_bytes=needed, last_good_step=good, is_final=self._is_final)
 
     def _have_folder(self, model: TrainModel, *, model_only: bool) -> None:
-        """Raise SaveFailed where the disk has no room. A folder that was removed is created again, with a warning.
+        """Raise SaveFailed if the disk has no room. A folder that was removed is created again, with a warning.
 
         The state in memory may be the only copy left, so it is saved rather than lost.
         """
@@ -249,7 +249,7 @@ class Checkpoints:
         note(f"saved {step_folder(self.folder, step)}")
 
     def _cast(self, weights: Mapping[str, torch.Tensor], *, kept: Collection[str] = ()) -> dict[str, Any]:
-        """The weights, but for `kept`, in `export_dtype`. Raises CheckpointError on all ranks where one overflows."""
+        """The weights, but for `kept`, in `export_dtype`. Raises CheckpointError on all ranks if one overflows."""
         dtype = getattr(torch, self._settings.export_dtype)
         narrow = {fqn: tensor if fqn in kept else tensor.to(dtype) for fqn, tensor in weights.items()}
         overflown = [fqn for fqn, tensor in narrow.items() if _has_more_infinities(tensor, weights[fqn])]

@@ -28,7 +28,7 @@ class Exports:
     def get_ready(self, buffers: Mapping[str, Tensor], *, beside_bytes: int = 0) -> None:
         """Raise now what exporting would raise after the last step: no tokenizer, no room, an existing folder.
 
-        `buffers`: those of this rank, loaded; where an export has no name for one, it must be zero. `beside_bytes` is
+        `buffers`: those of this rank, loaded; if an export has no name for one, it must be zero. `beside_bytes` is
         other space that the same disk must have.
         """
         without_place = on_first(self._group, lambda: self._look(beside_bytes))

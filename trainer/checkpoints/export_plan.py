@@ -29,7 +29,7 @@ def export_folders(dump_folder: Path, settings: Checkpoint) -> dict[str, Path]:
 
 
 def look_at_exports(folders: Mapping[str, Path], info: ModelInfo, *, dtype: str) -> tuple[int, list[str]]:
-    """Their bytes, and the FQNs that they have no name for. Raises where one could not be written, but for room."""
+    """Their bytes, and the FQNs that they have no name for. Raises if one could not be written, but for room."""
     num_bytes, without_place = 0, list[str]()
     for kind, folder in folders.items():
         refuse_others(folder)
@@ -42,7 +42,7 @@ def look_at_exports(folders: Mapping[str, Path], info: ModelInfo, *, dtype: str)
 def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> tuple[Target, View]:
     """The files of an export, and the view with its names.
 
-    Raises where the format does not support the model, or a needed file is missing.
+    Raises if the format does not support the model, or a needed file is missing.
     """
     output, options = get_format(kind), OutputOptions()
     family = get_family(info.family)
@@ -73,7 +73,7 @@ def refuse_others(folder: Path) -> None:
 
 
 def _not_titans(folder: Path) -> list[str]:
-    """Why a folder is not an unchanged export of titan; [] where it is."""
+    """Why a folder is not an unchanged export of titan; [] if it is."""
     try:
         manifest = check_sizes(folder)
     except CheckpointError as error:  # without its hints, which do not apply here

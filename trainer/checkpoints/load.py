@@ -1,7 +1,7 @@
 """Load a checkpoint into a run, all ranks together; nothing is changed before all of it is verified.
 
 Each rank reads its part into host memory, sums it, and copies it to its tensors once all ranks have agreed that every
-file has its CRC32. Where a node lacks the memory for a copy of its ranks' parts, the files are read twice instead.
+file has its CRC32. If a node lacks the memory for a copy of its ranks' parts, the files are read twice instead.
 """
 
 import filecmp
@@ -75,7 +75,7 @@ def load_state(
 ) -> ModelInfo:
     """Load everything from a DCP except the `excluded` sections. Returns the checkpoint's model information.
 
-    `select`: the model, where the checkpoint holds several.
+    `select`: the model, if the checkpoint holds several.
 
     Raises DamagedFiles if files differ from the manifest.
     """
@@ -141,7 +141,7 @@ def load_weights(
 
 
 def _manifest_of(path: Path, group: dist.ProcessGroup) -> Manifest:
-    """The manifest; an empty one where there is none, as in other tools' checkpoints."""
+    """The manifest; an empty one if there is none, as in other tools' checkpoints."""
     manifest = on_first(group, lambda: check_sizes(path) if path.is_dir() else None)
     return manifest or Manifest({}, {})
 
@@ -279,7 +279,7 @@ def _fill(
 
 
 def _fits_in_memory(wanted: Mapping[str, Any], tensors: Mapping[str, TensorInfo], group: dist.ProcessGroup) -> bool:
-    """Whether every node has memory for a copy of what its ranks read. A note says where one has not.
+    """Whether every node has memory for a copy of what its ranks read. A note says if one has not.
 
     Tensors on a CPU count twice: their own memory takes none before it is written to.
     """

@@ -53,7 +53,7 @@ def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:
 
 
 def idle_export_dtype(settings: Checkpoint) -> str:
-    """A note where `export_dtype` has no effect, as in torchtitan's own Qwen 3 config; else empty."""
+    """A note if `export_dtype` has no effect, as in torchtitan's own Qwen 3 config; else empty."""
     is_used = settings.last_save_model_only or any(getattr(settings, key) for key in _EXPORTS)
     if is_used or settings.export_dtype == Checkpoint().export_dtype:
         return ""

@@ -70,7 +70,7 @@ class ReadSums:
             self._unsteady.add(file)
 
     def problems(self, folder: Path, files: Mapping[str, FileSum], group: dist.ProcessGroup) -> list[str]:
-        """What is wrong with `files`; [] where each has its CRC32. All ranks of `group` get the same answer."""
+        """What is wrong with `files`; [] if each has its CRC32. All ranks of `group` get the same answer."""
         names, rank, world = sorted(files), group.rank(), group.size()
         gathered = on_each(group, lambda: (self._largest(folder, files, names), self._unsteady))
         rows = np.concatenate([ranges for ranges, _ in gathered])
@@ -114,7 +114,7 @@ class ReadSums:
 
 
 def _join(path: Path, known: _File, size: int) -> list[_Span]:
-    """Ranges without overlap, each in one chunk, with the bytes around it; a single one where that is all of a file."""
+    """Ranges without overlap, each in one chunk, with the bytes around it; a single one if that is all of a file."""
     spans: list[_Span] = []
     with path.open("rb", buffering=0) as file:
         for (start, length), crc in sorted(known.ranges.items()):

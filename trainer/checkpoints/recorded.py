@@ -27,7 +27,7 @@ class Recorded:
     """Settings of the run that wrote a checkpoint, by config key.
 
     `is_partial`: another tool or an earlier titan wrote it, and these are the few that follow from its other values.
-    `left_batch`: samples of its steps, if known, where its progress is not loaded.
+    `left_batch`: samples of its steps, if known, if its progress is not loaded.
     """
 
     path: Path
@@ -131,9 +131,9 @@ _OF_GROUP = {  # torch's names of a group's settings
 
 
 def _batch(value: Any, fingerprint: Any, seq_len: int) -> int | None:
-    """Samples of a step, where the samples and the steps of the run are known and agree with its tokens; else None.
+    """Samples of a step, if the samples and the steps of the run are known and agree with its tokens; else None.
 
-    They do not where the data was started again, or the batch was another one before.
+    They do not if the data was started again, or the batch was another one before.
     """
     step, num_tokens = value(f"{TRAIN_STATE}.step"), value(f"{TRAIN_STATE}.ntokens_seen")
     positions = value(f"{DATALOADER}.positions")

@@ -18,7 +18,7 @@ _RETRY_SECS = 0.1
 
 @contextmanager
 def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
-    """Hold the folder's lock. Raises CheckpointError, naming the holder, where another process has it.
+    """Hold the folder's lock. Raises CheckpointError, naming the holder, if another process has it.
 
     The kernel releases the lock when its holder ends, so the file stays: deleting it would allow two holders, one that
     opened the old file and one that creates a new file. `patience_secs` is how long to wait for a run that was just

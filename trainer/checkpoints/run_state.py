@@ -27,7 +27,7 @@ class Progress:
     step: int = 0
     ntokens_seen: int = 0
     skipped_steps: int = 0  # of `step`: those without an update, under training.on_nonfinite = "skip"
-    wandb_run_id: str | None = None  # saved only where there is one
+    wandb_run_id: str | None = None  # saved only if there is one
     settings: str | None = None  # of the run that saves, as JSON: see trainer/job/resume.py
 
     def state_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
 
 
 def require_seen(path: Path, group: dist.ProcessGroup) -> None:
-    """Raise CheckpointError, on all ranks, where rank 0 sees a checkpoint and another rank does not. Writes nothing."""
+    """Raise CheckpointError, on all ranks, if rank 0 sees a checkpoint and another rank does not. Writes nothing."""
     if on_first(group, path.exists):
         problems = on_each(group, lambda: "" if _finds(path) else "does not see it")
         _refuse(f"{path} is not seen by all nodes", problems, path, group)
@@ -80,7 +80,7 @@ def _finds(path: Path, deadline: float | None = None) -> bool:
 
 
 def _is_seen(path: Path) -> bool:
-    """False also where it cannot be asked: NFS answers ESTALE for a folder that was just made."""
+    """False also if it cannot be asked: NFS answers ESTALE for a folder that was just made."""
     try:
         return path.exists()
     except OSError:

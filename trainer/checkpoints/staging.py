@@ -33,7 +33,7 @@ class Snapshot:
 
 
 class HostMemory:
-    """Memory of this process, pinned where there is a GPU to copy from. Grows as needed, and stays allocated.
+    """Memory of this process, pinned if there is a GPU to copy from. Grows as needed, and stays allocated.
 
     Copies to pageable memory are several times slower, and training waits for them. torch's own pinned memory is
     rounded up to a power of two.
@@ -63,7 +63,7 @@ class HostMemory:
 
 
 class SharedMemory:
-    """Memory that is shared with a process started with `descriptor`; pinned where there is a GPU to copy from.
+    """Memory that is shared with a process started with `descriptor`; pinned if there is a GPU to copy from.
 
     A memfd, not a file: it is freed with the last process that has it, and does not count against /dev/shm, which is
     small in containers.
@@ -98,7 +98,7 @@ class SharedMemory:
 
 
 def _pin(memory: torch.Tensor) -> bool:
-    """Pin memory where there is a GPU; whether it is pinned now. Raises RuntimeError if CUDA refuses."""
+    """Pin memory if there is a GPU; whether it is pinned now. Raises RuntimeError if CUDA refuses."""
     if not torch.cuda.is_available():
         return False
     check_cuda(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]

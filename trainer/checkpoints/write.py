@@ -56,7 +56,7 @@ def save_step(
 ) -> None:
     """Write a step atomically, then delete those beyond `keep`; all ranks of `group` together.
 
-    Raises SaveFailed on all ranks where the step was not written.
+    Raises SaveFailed on all ranks if the step was not written.
     """
     try:
         write_step(step_folder(todo.folder, todo.step), nested, info=todo.info, group=group, planner=planner)
@@ -142,7 +142,7 @@ def _rows_to_read(
 ) -> tuple[list[list[tuple[str, Box]]], set[str]]:
     """By rank, the rows of which chunks have parts, and the tensors that are read back as a whole.
 
-    `nodes`: node and files of each rank. A rank reads rows that its own node has written, from its page cache; where
+    `nodes`: node and files of each rank. A rank reads rows that its own node has written, from its page cache; if
     several nodes have, as under tensor parallelism across nodes, rows of which its node has written a part.
     """
     node_of = {file: node for node, files in nodes for file in files}

@@ -68,7 +68,7 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def renamed(line: Line, key: str) -> Line:
-    """The statement under another key of its section, or, where no header says a section, under any."""
+    """The statement under another key of its section, or, if no header says a section, under any."""
     name = key.removeprefix(f"{line.section}.") if line.section else key
     text = _NAME.sub(lambda found: found[1] + name + found[3], line.text, count=1)
     return replace(line, text=text, values={key: line.values[line.key]})

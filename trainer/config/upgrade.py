@@ -31,7 +31,7 @@ class Upgrade:
     """
 
     text: str
-    data: bytes  # of the file to write: the source's own where nothing changed
+    data: bytes  # of the file to write: the source's own if nothing changed
     changes: list[str]
     notes: list[str]
     problems: list[str]

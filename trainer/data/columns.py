@@ -51,7 +51,7 @@ def _refuse_other_column(path: Path, schema: Any, column: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether values of an Arrow type are text: also encoded (categories), as bytes, and where there is none at all."""
+    """Whether values of an Arrow type are text: also encoded (categories), as bytes, and if there is none at all."""
     import pyarrow as pa
 
     text = {pa.string(), pa.large_string(), pa.string_view()}

@@ -10,7 +10,7 @@ from trainer.data.text_index import refuse_no_tokenizer
 
 
 def with_end_token(rules: DocumentRules, tokenizer: Path) -> DocumentRules:
-    """The rules with the end token of a tokenizer, where they need it. Raises DataError if it names none."""
+    """The rules with the end token of a tokenizer, if they need it. Raises DataError if it names none."""
     if rules.mask != "eos":
         return rules
     refuse_no_tokenizer("training.document_mask = eos", tokenizer)

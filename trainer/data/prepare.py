@@ -22,7 +22,7 @@ from trainer.data.write_index import NOTHING_HELD_OUT, Split, encode_documents, 
 STANDARD_LIBRARY_BYTES = 8 << 20  # enough to learn from, and a few seconds to encode
 _TOKENIZER_SAMPLE_CHARACTERS = 32 << 20  # merges of so small a vocabulary settle long before
 _FEWEST_HELD_OUT_DOCUMENTS = 4
-_MOST_COUNTED_DOCUMENTS = 64  # that are held out where a share of the hashes gives too few
+_MOST_COUNTED_DOCUMENTS = 64  # that are held out if a share of the hashes gives too few
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def prepare(
 ) -> PrepareReport:
     """Turn the sources (none: the Python standard library) into a token index at `out`.
 
-    Raises before any work where `out` exists, and with file and line for text that cannot be read, which `skip_bad`
+    Raises before any work if `out` exists, and with file and line for text that cannot be read, which `skip_bad`
     skips and counts instead. `out` is always a complete index or does not exist.
     """
     started = time.monotonic()

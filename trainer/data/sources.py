@@ -123,7 +123,7 @@ def read_documents(
 
     They are whole, but a first one that is longer than `max_bytes` is cut.
 
-    Raises DataError with file and line for bad UTF-8, a line that is no JSON object, and a missing `text_key`; where
+    Raises DataError with file and line for bad UTF-8, a line that is no JSON object, and a missing `text_key`; if
     `skipped` is given, such documents are skipped and counted there. A truncated file is always an error, since the
     missing part is unknown.
     """

@@ -81,7 +81,7 @@ def stream_c4(split: str, path: str | None) -> StreamedText:
 
 
 def find_stream(split: str, path: str | None) -> Sequence[Path]:
-    """The files that `stream_c4` would read, none of the hub's; raises as it does where there are none."""
+    """The files that `stream_c4` would read, none of the hub's; raises as it does if there are none."""
     _import_datasets()
     return _files_of(Path(path), split) if path else ()
 

@@ -73,7 +73,7 @@ def index_text(
     *,
     most_tokens: int | None = None,
 ) -> WholeText:
-    """The index of a text: the one made earlier, where sources, tokenizer and length are the same; else made now.
+    """The index of a text: the one made earlier, if sources, tokenizer and length are the same; else made now.
 
     `identity` returns plain values that identify the documents. Called by all ranks; one does the work.
     """

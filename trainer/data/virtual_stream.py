@@ -35,7 +35,7 @@ class Position(NamedTuple):
 class VirtualStream:
     """Stream `number` of `count`: endless, every epoch with the files in another order.
 
-    Where there are enough files each stream has its own, else each reads all of them and takes every count-th document.
+    If there are enough files each stream has its own, else each reads all of them and takes every count-th document.
     """
 
     def __init__(self, text: FilesOfText, encode: Encode, number: int, count: int, *, seed: int, position: Position):
@@ -66,7 +66,7 @@ class VirtualStream:
         return window, ends[ends <= seq_len]
 
     def _read(self, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
-        """Documents from a position on, each with the position of its first token here. Raises where there is none."""
+        """Documents from a position on, each with the position of its first token here. Raises if there is none."""
         while True:
             is_whole_epoch, was_empty = start._replace(samples=0) == Position(epoch=start.epoch), True
             files = self._files(start.epoch)

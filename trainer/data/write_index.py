@@ -30,7 +30,7 @@ class Split:
         return mark_of(document) < self.share * 2**64
 
     def tail_of(self, content: str | np.ndarray) -> int:
-        """Where the held-out tail begins; the content's length where documents are held out whole."""
+        """Where the held-out tail begins; the content's length if documents are held out whole."""
         return len(content) - round(len(content) * self.share) if self.by == "tail" else len(content)
 
 
@@ -104,7 +104,7 @@ def encode_documents(
 def summarize(
     folder: Path, tokenizer: Tokenizer, encoded: Encoded, *, source: str, split: Split, num_skipped: int = 0
 ) -> dict[str, Any]:
-    """The content of index.json. Where nothing is held out, the entropies are those of all there is."""
+    """The content of index.json. If nothing is held out, the entropies are those of all there is."""
     train, held_out = encoded.files[TRAIN], encoded.files[HELD_OUT]
     text_bytes = train.text_bytes + held_out.text_bytes
     tokens = train.num_tokens + held_out.num_tokens

@@ -35,7 +35,7 @@ def chosen_model(job: Job) -> ModelInfo:
 
 @contextmanager
 def selected_by_setting() -> Iterator[None]:
-    """Name the setting of `titan train` in place of `--select` where a checkpoint holds several models."""
+    """Name the setting of `titan train` in place of `--select` if a checkpoint holds several models."""
     try:
         yield
     except SeveralModels as error:

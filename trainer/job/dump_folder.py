@@ -47,7 +47,7 @@ def check_config_file(config: Config) -> None:
 
 
 def save_config(config: Config) -> None:
-    """Write the merged config and its origins as JSON, where job.save_config_file asks for it, replacing the last one.
+    """Write the merged config and its origins as JSON, if job.save_config_file asks for it, replacing the last one.
 
     Raises ConfigError if that cannot be written.
     """

@@ -58,7 +58,7 @@ def _held(job: Job, pp_rank: int) -> Iterator[tuple[Parameter, bool]]:
 
 
 def too_large_for_host(job: Job) -> ConfigError | None:
-    """The error where all ranks of a job together need more host memory than this machine has available.
+    """The error if all ranks of a job together need more host memory than this machine has available.
 
     For a job whose ranks all run here and keep their state in host memory; before they start.
     """
@@ -66,7 +66,7 @@ def too_large_for_host(job: Job) -> ConfigError | None:
 
 
 def require_on_ranks(job: Job, ranks: Ranks) -> None:
-    """Raise ConfigError on all ranks where a GPU, or the host memory of a machine, cannot hold its ranks' state.
+    """Raise ConfigError on all ranks if a GPU, or the host memory of a machine, cannot hold its ranks' state.
 
     Every rank must call this, before anything is built.
     """

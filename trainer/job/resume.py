@@ -78,7 +78,7 @@ def as_text(settings: Mapping[str, Any]) -> str:
 
 
 def resumed_job(job: Job, recorded: Recorded, *, say: Callable[[str], None] = note) -> Job:
-    """The job with the checkpoint's global batch and number of streams where the config does not set them.
+    """The job with the checkpoint's global batch and number of streams if the config does not set them.
 
     `say` gets a line for each. Raises ConfigError if the ranks cannot divide them, and for another kind of optimizer.
     """

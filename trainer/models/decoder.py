@@ -38,7 +38,7 @@ def first_features(x: Tensor, width: int) -> Tensor:
 class CausalAttention(nn.Module):
     """The default inner attention: causal SDPA over the given tokens, the first of which has position 0.
 
-    With a window, a chunk or sinks it makes a mask of L × L numbers; `trainer.build` replaces it where there is one.
+    With a window, a chunk or sinks it makes a mask of L × L numbers; `trainer.build` replaces it if there is one.
     """
 
     def __init__(self, kind: GroupedQuery = PLAIN):
@@ -190,7 +190,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.args = args
-        # (documents or None, number of tokens here) → what inner attentions take as `mask`; set where one takes it
+        # (documents or None, number of tokens here) → what inner attentions take as `mask`; set if one takes it
         self.make_mask: Callable[..., Any] | None = None
         blocks = [block(args, n) for n in range(args.num_layers)]
         latent = blocks[0].latent

@@ -21,7 +21,7 @@ _LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says: the pub
 class KeyContext(nn.Module):
     """The latents and rotated keys of all tokens that the queries at hand may see: these tokens alone.
 
-    Replace it where other ranks have some of them, or earlier calls.
+    Replace it if other ranks have some of them, or earlier calls.
     """
 
     def forward(self, latent_BLR: Tensor, k_BL1P: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ class LatentAttention(nn.Module):
     """Attention around `inner_attention(q_BLNH, k_BSNH, v_BSNV, scale=…) -> out_BLNV`.
 
     Keys and values are made of a latent of each token, and of a rotated key that all heads share. `latents` returns
-    what all heads read, its input; replace it where ranks hold parts of the heads and of the tokens.
+    what all heads read, its input; replace it if ranks hold parts of the heads and of the tokens.
     """
 
     def __init__(self, args: ModelArgs, latent: Latent):

@@ -1,7 +1,7 @@
 """A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x)))) + shared(x)`.
 
 The weights of a token's experts multiply their outputs, or what they read (Llama 4). No token is dropped and no row is
-padded. `LocalDispatch` sorts rows by expert; trainer/parallel/expert_parallel.py replaces it where experts are on other
+padded. `LocalDispatch` sorts rows by expert; trainer/parallel/expert_parallel.py replaces it if experts are on other
 ranks. All sums run in a fixed order, forward and backward, so that reruns are bit-equal.
 
 Shape letters: T tokens, D model dim, E experts, K experts per token, F expert width, R = T * K rows in expert order.
@@ -243,7 +243,7 @@ class MoE(nn.Module):
 def _counted(weights_TK: Tensor, ends_E: Tensor, load_E: Tensor) -> Tensor:
     """A copy of the weights, whose backward adds the rows of each expert to `load_E`.
 
-    Backward runs once for every batch that is trained on: not in validation, and not again where activation
+    Backward runs once for every batch that is trained on: not in validation, and not again if activation
     checkpointing recomputes the layer.
     """
     return weights_TK.clone()

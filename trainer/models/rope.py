@@ -3,7 +3,7 @@
 Frequencies and angles are fp32 on purpose: the released weights were trained with angles rounded this way, and at
 position 16k the rounding changes logits more than all other arithmetic.
 
-P is the number of rotation pairs of a head: H/2, or fewer where only the last features of a head are rotated.
+P is the number of rotation pairs of a head: H/2, or fewer if only the last features of a head are rotated.
 """
 
 import math

@@ -36,7 +36,7 @@ class LoggedRun:
     dump_folder: Path
     config: Mapping[str, Any]
     num_done: int  # steps that were done before, in a run that resumes
-    num_logged: int = 0  # the last step with a record: where it is larger, the steps in between are logged again
+    num_logged: int = 0  # the last step with a record: if it is larger, the steps in between are logged again
 
 
 _REGISTERED: dict[str, Callable[[LoggedRun], MetricSink]] = {}
@@ -56,7 +56,7 @@ def open_registered_sinks(run: LoggedRun) -> list[MetricSink]:
 class RegisteredSink:
     """A sink of a user's module. One that raises is reported once and gets no more metrics; the run goes on.
 
-    Raises ExtensionError before the first step where it is not a MetricSink.
+    Raises ExtensionError before the first step if it is not a MetricSink.
     """
 
     def __init__(self, name: str, open_sink: Callable[[LoggedRun], MetricSink], run: LoggedRun):

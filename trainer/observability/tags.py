@@ -1,4 +1,4 @@
-"""Names of metrics in TensorBoard and Weights & Biases: torchtitan v0.2.2's where it has them, in its units."""
+"""Names of metrics in TensorBoard and Weights & Biases: torchtitan v0.2.2's if it has them, in its units."""
 
 from collections.abc import Mapping
 

@@ -51,7 +51,7 @@ class AdamOfOtherMoments(LocalAdam):
 
     def _update(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
         own = _local_tensors(self, parameters)
-        wide = [[t.float() for t in tensors] for tensors in own]  # the tensor itself where it is already fp32
+        wide = [[t.float() for t in tensors] for tensors in own]  # the tensor itself if it is already fp32
         _run_kernel(self, group, parameters, wide)
         for kind in (0, 2, 3):  # not the gradients
             for tensor, value in zip(own[kind], wide[kind], strict=True):

@@ -57,7 +57,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def update(self, counts_LE: Tensor, found_inf: Tensor) -> None:
-        """Move each bias by `balance_rate`, up where an expert has fewer tokens than the mean; on average by nothing.
+        """Move each bias by `balance_rate`, up if an expert has fewer tokens than the mean; on average by nothing.
 
         `counts_LE`: the sum over all ranks; a factor that all experts share has no effect. `found_inf`: 1 in a step
         without an update.

@@ -35,7 +35,7 @@ def attention_backends(device: torch.device) -> AbstractContextManager[Any]:
 def selects_cudnn(args: ModelArgs, dtype: torch.dtype, device: torch.device, *, value_dim: int | None = None) -> bool:
     """Whether torch's attention runs cuDNN's kernel for causal attention of a model in this dtype on this device.
 
-    `value_dim`: features of a head of v, where they are not those of q.
+    `value_dim`: features of a head of v, if they are not those of q.
     """
     if device.type != "cuda":
         return False

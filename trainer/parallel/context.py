@@ -225,7 +225,7 @@ class _CudnnAttention(torch.autograd.Function):
 def cudnn_may_give_nan(num_before: int) -> bool:
     """Whether cuDNN before 9.26, on Hopper, may have NaN in the gradient of q with this many keys before its own.
 
-    Without a causal mask, where a row's logarithm of sums is below -88.7 (pytorch#196678).
+    Without a causal mask, if a row's logarithm of sums is below -88.7 (pytorch#196678).
     """
     return num_before % 128 == 64
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.models.decoder import first_features, to_one_width
 
-_MIN_BAND = 128  # queries of one call, where a window is shorter: a call takes as long as some keys that none sees
+_MIN_BAND = 128  # queries of one call, if a window is shorter: a call takes as long as some keys that none sees
 
 
 def positions_in_documents(documents_BS: Tensor) -> Tensor:

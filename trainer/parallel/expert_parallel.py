@@ -1,6 +1,6 @@
 """Expert and tensor parallelism of experts: whole experts on the ranks of `ep`, slices of each on those of `etp`.
 
-Tokens are sequence shards where there is tensor parallelism. Each rank routes its own, sends their rows to the ranks
+Tokens are sequence shards if there is tensor parallelism. Each rank routes its own, sends their rows to the ranks
 that hold the experts, and adds up what comes back. Ranks that hold slices of the same experts first gather each other's
 tokens, and share the sums of their slices at the end.
 """

@@ -33,14 +33,14 @@ def is_fsdp(training: Training, parallelism: Parallelism, float8: Float8, dims: 
 
 
 def _shards_experts(dims: MeshShape) -> bool:
-    """Whether several ranks share what expert parallelism leaves: also where only tensor parallelism has given them."""
+    """Whether several ranks share what expert parallelism leaves: also if only tensor parallelism has given them."""
     return dims.ep > 1 and dims.efsdp > 1
 
 
 def computes_in_copies(training: Training, parallelism: Parallelism, float8: Float8, dims: MeshShape) -> bool:
     """Whether one rank has mixed precision without FSDP, with the same numbers in less time (see one_rank.py).
 
-    Not where the config asks for what only FSDP does.
+    Not if the config asks for what only FSDP does.
     """
     needs_fsdp = (
         training.enable_cpu_offload
@@ -74,7 +74,7 @@ def apply_fsdp(
     """Shard a model (or stage) over `mesh`; a 2-d mesh replicates over its first axis (HSDP).
 
     Gradients are summed, not averaged: the loss was already divided by the token count of all ranks. `reshard_last` is
-    for norm and output, which backward needs first. `experts`: how those are sharded where the mesh is another one.
+    for norm and output, which backward needs first. `experts`: how those are sharded if the mesh is another one.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

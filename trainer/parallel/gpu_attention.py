@@ -29,7 +29,7 @@ class FlexAttention(nn.Module):
         first, window = num_keys - num_queries, self.window
 
         def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            row = sample if batch > 1 else 0  # `sample` counts those of q, also where one row is for all
+            row = sample if batch > 1 else 0  # `sample` counts those of q, also if one row is for all
             own = documents_BE[row, query + first] == documents_BE[row, key]
             seen = own & (query + first >= key)
             return seen if window is None else seen & (query + first - key < window)

@@ -42,7 +42,7 @@ _UNKNOWN = DataSheet("", None, None)
 
 
 def data_sheet(device_name: str) -> DataSheet:
-    """The numbers of a device by its driver's name, None each where the device is not known."""
+    """The numbers of a device by its driver's name, None each if the device is not known."""
     return next((sheet for sheet in _DATA_SHEETS if sheet.device in device_name), _UNKNOWN)
 
 
@@ -101,7 +101,7 @@ GPUS = {
 }
 DEFAULT_GPU = GPUS["h100-80"]
 JUDGED = tuple(GPUS.values())[:5]
-"""The types that an estimate has a verdict on where none is named."""
+"""The types that an estimate has a verdict on if none is named."""
 _NOISE = re.compile(r"nvidia|amd|geforce|instinct|tesla|quadro|rtx|sxm\d?|pcie|oam|hbm\d?e?|(?<=\d) ?gb|[^a-z0-9]")
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from converters.layout.mesh_shape import MeshShape
 
 ALL_RANKS = "all ranks"
-# The collectives of cp and ep would wait for FSDP's, which are prefetched, where both are over the same ranks; and FSDP
+# The collectives of cp and ep would wait for FSDP's, which are prefetched, if both are over the same ranks; and FSDP
 # tells the meshes of a layer's parameters apart by their groups.
 _OWN = ("cp", "ep", "efsdp")
 
@@ -95,7 +95,7 @@ class Meshes:
 
     @property
     def fsdp(self) -> DeviceMesh:
-        """Mesh that FSDP shards over: [fsdp], or [dp_replicate, fsdp] where shards are replicated (HSDP)."""
+        """Mesh that FSDP shards over: [fsdp], or [dp_replicate, fsdp] if shards are replicated (HSDP)."""
         return self.parameters["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else self.parameters["fsdp"]
 
     @property
@@ -181,5 +181,5 @@ def _group_of_one() -> dist.ProcessGroup:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor; all of it where no mesh is involved."""
+    """This rank's part of a tensor; all of it if no mesh is involved."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

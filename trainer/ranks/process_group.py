@@ -43,7 +43,7 @@ class Ranks:
 
 
 def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Ranks:
-    """Join the process group that the launcher's environment describes: NCCL where there are GPUs, else gloo.
+    """Join the process group that the launcher's environment describes: NCCL if there are GPUs, else gloo.
 
     `has_cpu_tensors` adds gloo to NCCL, for gradients that CPU offload keeps in host memory.
     """
