@@ -105,15 +105,14 @@ INFER_BELOW = {
     "decoding": {"text", "model"},
     "tasks": {"text", "decoding", "ranks", "report", "request", "task"},
 }
-# The same of the memory estimate: its two engines, formula and trace, know nothing of each other
+# The same of the memory estimate
 MEMORY_BELOW = {
-    "formula": {"constants", "layout", "schedules"},
-    "trace": {"constants"},
-    "expand": {"trace", "schedules"},
+    "trace": set(),
+    "expand": {"trace"},
     "replay": {"trace"},
 }
-# What works on a trace once it is made, and the formula once its numbers are read: quick, and without torch
-MEMORY_WITHOUT_TORCH = ("formula.closed_form", "expand.layers", "replay.replay")
+# What works on a trace once it is made: quick, and without torch
+MEMORY_WITHOUT_TORCH = ("expand.layers", "replay.replay")
 
 
 def imported_names(file: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The estimate of a run: every pipeline rank's peaks by two engines, the fullest rank, and verdicts per GPU type."""
+"""The estimate of a run: every pipeline rank's peaks, the fullest rank, and verdicts per GPU type."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,16 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from titan_tools.memory.constants import ENGINES_AGREE
 from titan_tools.memory.expand.ranks import kinds_of_ranks, traced_kinds
-from titan_tools.memory.formula.closed_form import peak_instant
-from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.rank import Instant
-from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.imbalance import JUDGED_IMBALANCE, worst_imbalance
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.replay import Peak, Replayed, replay
-from titan_tools.memory.suggestions import Change, changes
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
 from titan_tools.memory.two_processes import run_in_child
@@ -29,28 +23,17 @@ from trainer.ranks.mesh import communicators
 
 @dataclass(frozen=True, slots=True)
 class RankEstimate:
-    """What the fullest of the ranks that share a pp coordinate needs.
-
-    `formula` is the closed form's peak of a steady step, None where it does not describe the run.
-    """
+    """What the fullest of the ranks that share a pp coordinate needs."""
 
     pp_rank: int
     step1: Peak
     steady: Peak
     worst: Peak  # over all steps
     nvidia_smi_gib: tuple[float, float]
-    formula: Instant | None
 
     @property
     def reserved_bytes(self) -> int:
         return max(self.step1.reserved_bytes, self.steady.reserved_bytes)
-
-    @property
-    def engines_differ_by(self) -> float | None:
-        """How far the closed form is above (or below) the trace, as a share of it; None without a closed form."""
-        if self.formula is None:
-            return None
-        return self.formula.total_bytes / self.steady.allocated_bytes - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +57,7 @@ class Estimate:
     fullest: Replayed  # the trace of `fullest_rank`
     other_reserved_bytes: int  # what that rank reserves with the other allocator
     verdicts: tuple[Verdict, ...]
-    formula_gaps: tuple[str, ...]
     assumptions: tuple[str, ...]
-    changes: tuple[Change, ...]  # that would save the most
     uneven: tuple[UnevenEstimate, ...] = ()  # from balanced to the worst case, where memory depends on the router
 
     @property
@@ -93,11 +74,6 @@ class Estimate:
         """The rank that reserves the most, which decides whether the run fits."""
         return max(self.ranks, key=_fullness)
 
-    @property
-    def disagreeing(self) -> tuple[RankEstimate, ...]:
-        """Ranks for which the two engines differ."""
-        return tuple(rank for rank in self.ranks if abs(rank.engines_differ_by or 0) > ENGINES_AGREE)
-
 
 def estimate(
     job: Job,
@@ -112,9 +88,7 @@ def estimate(
     `imbalance`: the rows that experts of the fullest rank receive over the mean of all ranks, in the verdicts. `say`
     gets what is done now.
     """
-    run, traced_gpu, dims = run_shape(job), gpu or DEFAULT_GPU, job.dims
-    gaps = formula_gaps(job)
-    num_shared = len(communicators(dims))
+    traced_gpu, num_shared = gpu or DEFAULT_GPU, len(communicators(job.dims))
 
     def num_communicators(pp_rank: int) -> int:
         return num_shared + has_group_of_ends(job.args, job.split, pp_rank)
@@ -130,7 +104,6 @@ def estimate(
                 num_communicators=num_communicators(pp_rank),
                 symmetric_bytes=replayed.trace.symmetric_bytes,
             ),
-            None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=traced_gpu),
         )
 
     kernels, worst = gpu_kernels(traced_gpu), worst_imbalance(job)
@@ -158,25 +131,21 @@ def estimate(
         )
         for candidate in ([gpu] if gpu else JUDGED)
     ]
-    say("looking for settings that need less memory")
-    has_symmetric_memory = fullest.trace.symmetric_bytes > 0
     return Estimate(
         job=job,
         ranks=tuple(sorted(ranks, key=lambda rank: rank.pp_rank)),
         fullest=fullest,
         other_reserved_bytes=other.reserved_bytes,
         verdicts=tuple(verdicts),
-        formula_gaps=tuple(gaps),
         assumptions=assumptions_of(
             traced_gpu,
             allocator,
             num_communicators=num_fullest,
-            uses_cp=dims.cp > 1,
-            has_symmetric_memory=has_symmetric_memory,
+            uses_cp=job.dims.cp > 1,
+            has_symmetric_memory=fullest.trace.symmetric_bytes > 0,
             imbalance=judged_imbalance if uneven else None,
         ),
         uneven=tuple(uneven),
-        changes=tuple(changes(job, traced_gpu)),
     )
 
 

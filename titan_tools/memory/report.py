@@ -6,11 +6,10 @@ from typing import Any
 
 from converters.common.sizes import GIB, format_bytes
 from converters.layout.mesh_shape import AXES, DEGREES
-from titan_tools.memory.constants import ENGINES_AGREE, PARTS
 from titan_tools.memory.estimate import Estimate, RankEstimate, UnevenEstimate
 from titan_tools.memory.replay.replay import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
-from titan_tools.memory.trace.events import StepPoint
+from titan_tools.memory.trace.events import PARTS, StepPoint
 from titan_tools.memory.verdict import FITS, Verdict
 from titan_tools.terminal.console import count, table
 
@@ -64,59 +63,56 @@ LABELS = {
     "workspaces": "kernel workspaces",
     "other": "other",
 }
-_LEAST_SHARE = 0.01  # of reserved memory, that the other allocator must save to be suggested
+_LEAST_SHARE = 0.01  # of reserved memory, that expandable segments must save to be suggested
 
 
-def show(found: Estimate) -> None:
+def show(estimate: Estimate) -> None:
     """Print the whole page."""
-    print(f"{headline(found)}\n\nPeaks per pipeline rank, GiB, under the {found.allocator} allocator")
+    print(f"{headline(estimate)}\n\nPeaks per pipeline rank, GiB, under the {estimate.allocator} allocator")
     table(
         ("pp rank", "allocated", "reserved", "nvidia-smi", "step 1 allocated", "step 1 reserved", "peak at"),
-        _rank_rows(found.ranks),
+        _rank_rows(estimate.ranks),
     )
-    worst, peak = found.worst_rank, found.worst_rank.worst
+    worst, peak = estimate.worst_rank, estimate.worst_rank.worst
     print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.point)}")
-    rows = _breakdown_rows(worst, peak, symmetric_bytes=found.fullest.trace.symmetric_bytes)
-    table(("what", "GiB", "share of allocated", "closed form"), rows)
+    rows = _breakdown_rows(peak, symmetric_bytes=estimate.fullest.trace.symmetric_bytes)
+    table(("what", "GiB", "share of allocated"), rows)
     if peak.activations_by_module:
         print("\nActivations by module")
         table(("module", "GiB each", "GiB"), _module_rows(peak.activations_by_module))
-    if found.uneven:
+    if estimate.uneven:
         print("\nThe fullest rank if its experts receive more rows than the mean of all ranks, GiB")
-        table(("rows over the mean", "pp rank", "allocated", "reserved", "nvidia-smi", ""), _uneven_rows(found))
+        table(("rows over the mean", "pp rank", "allocated", "reserved", "nvidia-smi", ""), _uneven_rows(estimate))
     print("\nVerdict")
     table(
         ("GPU", "usable GiB", "needs GiB", "margin GiB", "verdict"),
-        [_verdict_row(verdict) for verdict in found.verdicts],
+        [_verdict_row(verdict) for verdict in estimate.verdicts],
     )
-    for title, lines in (
-        ("The two engines", engine_lines(found)),
-        ("Changes that save memory, each alone", advice_lines(found)),
-        ("Assumptions", found.assumptions),
-    ):
-        if lines:
-            print(f"\n{title}")
-            for line in lines:
-                print(f"- {line}")
+    saved = estimate.fullest_rank.reserved_bytes - estimate.other_reserved_bytes
+    if estimate.allocator == "classic" and saved >= _LEAST_SHARE * estimate.fullest_rank.reserved_bytes:
+        print(f"\nPYTORCH_ALLOC_CONF=expandable_segments:True would reserve {format_bytes(saved)} less")
+    print("\nAssumptions")
+    for line in estimate.assumptions:
+        print(f"- {line}")
 
 
-def draw(found: Estimate, picture: Path) -> None:
+def draw(estimate: Estimate, picture: Path) -> None:
     """Draw a step of the fullest rank, with the capacity of the GPU type that was given, or the smallest it fits."""
-    rank = found.fullest_rank
-    by_size = sorted(found.verdicts, key=lambda verdict: verdict.gpu.usable_gib)
+    rank = estimate.fullest_rank
+    by_size = sorted(estimate.verdicts, key=lambda verdict: verdict.gpu.usable_gib)
     gpu = next((verdict.gpu for verdict in by_size if verdict.verdict == FITS), by_size[-1].gpu)
     draw_timeline(
-        found.fullest,
+        estimate.fullest,
         picture,
-        title=f"{found.job.family.name} on {found.job.dims}, pp rank {rank.pp_rank}",
+        title=f"{estimate.job.family.name} on {estimate.job.dims}, pp rank {rank.pp_rank}",
         limit=(gpu.name, round(gpu.usable_gib * GIB)),
         labels=LABELS,
     )
 
 
-def headline(found: Estimate) -> str:
+def headline(estimate: Estimate) -> str:
     """What was estimated, in a line."""
-    job = found.job
+    job = estimate.job
     return (
         f"{job.family.name}, {job.num_parameters:,} parameters, on {count(job.dims.world_size, 'rank')} ({job.dims});"
         f" sequence {job.config.training.seq_len}, a step of"
@@ -124,64 +120,29 @@ def headline(found: Estimate) -> str:
     )
 
 
-def engine_lines(found: Estimate) -> list[str]:
-    """How far the trace and the closed form differ, in allocated memory of a steady step."""
-    if found.formula_gaps:
-        return [f"trace only; the closed form does not describe {reason}" for reason in found.formula_gaps]
-    far = found.disagreeing
-    if not far:
-        most = max(abs(rank.engines_differ_by or 0) for rank in found.ranks)
-        return [f"the traced train step and the closed form agree to {max(most, 0.001):.1%} of what is allocated"]
-    return [
-        f"pp rank {rank.pp_rank}: WARNING: the closed form gives {_gib(rank.formula.total_bytes)} GiB allocated,"
-        f" {rank.engines_differ_by:+.1%} relative to the trace (limit {ENGINES_AGREE:.0%}), most of it in"
-        f" {LABELS[_farthest_part(rank)]}; one of them is wrong: please report this config"
-        for rank in far
-        if rank.formula
-    ]
-
-
-def advice_lines(found: Estimate) -> list[str]:
-    """What would save memory: the other allocator, as replayed, and changes of the config, by the closed form."""
-    rank = found.fullest_rank
-    saved = rank.reserved_bytes - found.other_reserved_bytes
-    lines = [str(change) for change in found.changes]
-    if found.allocator == "classic" and saved >= _LEAST_SHARE * rank.reserved_bytes:
-        lines.insert(0, f"PYTORCH_ALLOC_CONF=expandable_segments:True: {format_bytes(saved)} less reserved")
-    return lines
-
-
-def as_json(found: Estimate) -> dict[str, Any]:
+def as_json(estimate: Estimate) -> dict[str, Any]:
     """The object of `--json`."""
-    worst = found.worst_rank
-    per_rank = [_view(rank, rank.worst) for rank in found.ranks]
+    worst = estimate.worst_rank
+    per_rank = [_view(rank, rank.worst) for rank in estimate.ranks]
     return {
-        "world_size": found.job.dims.world_size,
-        "mesh": {axis: getattr(found.job.dims, axis) for axis in (DEGREES if found.job.dims.ep > 1 else AXES)},
-        "allocator": found.allocator,
+        "world_size": estimate.job.dims.world_size,
+        "mesh": {axis: getattr(estimate.job.dims, axis) for axis in (DEGREES if estimate.job.dims.ep > 1 else AXES)},
+        "allocator": estimate.allocator,
         "per_rank": per_rank,
         "peak": {
             **{name: max(view[name] for view in per_rank) for name in ("allocated_gib", "active_gib", "reserved_gib")},
-            "nvidia_smi_gib": _rounded(max(rank.nvidia_smi_gib for rank in found.ranks)),
+            "nvidia_smi_gib": _rounded(max(rank.nvidia_smi_gib for rank in estimate.ranks)),
             "pp_rank": worst.pp_rank,
             "peak_at": in_words(worst.worst.point),
             "breakdown_gib": _breakdown(worst.worst),
         },
-        "step1": [_view(rank, rank.step1) for rank in found.ranks],
-        "steady": [_view(rank, rank.steady) for rank in found.ranks],
-        "symmetric_memory_gib": gib(found.fullest.trace.symmetric_bytes),
-        "other_allocator_reserved_gib": gib(found.other_reserved_bytes),
-        "verdicts": {verdict.gpu.name: _verdict(verdict) for verdict in found.verdicts},
-        "changes": [{"words": c.words, "saves_gib": gib(c.saved_bytes)} for c in found.changes],
-        "closed_form": {
-            "covers": not found.formula_gaps,
-            "gaps": list(found.formula_gaps),
-            "allocated_gib": [gib(rank.formula.total_bytes) if rank.formula else None for rank in found.ranks],
-            "differs_by": [rank.engines_differ_by for rank in found.ranks],
-            "agrees": None if found.formula_gaps else not found.disagreeing,
-        },
-        "assumptions": list(found.assumptions),
-        **({"uneven": [_uneven(each) for each in found.uneven]} if found.uneven else {}),
+        "step1": [_view(rank, rank.step1) for rank in estimate.ranks],
+        "steady": [_view(rank, rank.steady) for rank in estimate.ranks],
+        "symmetric_memory_gib": gib(estimate.fullest.trace.symmetric_bytes),
+        "other_allocator_reserved_gib": gib(estimate.other_reserved_bytes),
+        "verdicts": {verdict.gpu.name: _verdict(verdict) for verdict in estimate.verdicts},
+        "assumptions": list(estimate.assumptions),
+        **({"uneven": [_uneven(each) for each in estimate.uneven]} if estimate.uneven else {}),
     }
 
 
@@ -246,9 +207,9 @@ def _rank_rows(ranks: Sequence[RankEstimate]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _uneven_rows(found: Estimate) -> list[tuple[Any, ...]]:
-    digits = _digits(max(each.rank.reserved_bytes for each in found.uneven))
-    worst = max(each.imbalance for each in found.uneven)
+def _uneven_rows(estimate: Estimate) -> list[tuple[Any, ...]]:
+    digits = _digits(max(each.rank.reserved_bytes for each in estimate.uneven))
+    worst = max(each.imbalance for each in estimate.uneven)
     words = {1.0: "balanced: the tables above", worst: "the worst case: all tokens choose this rank's experts"}
     return [
         (
@@ -259,32 +220,28 @@ def _uneven_rows(found: Estimate) -> list[tuple[Any, ...]]:
             "{:.1f} … {:.1f}".format(*each.rank.nvidia_smi_gib),
             "; ".join(filter(None, (words.get(each.imbalance), "in the verdict" if each.is_judged else None))),
         )
-        for each in found.uneven
+        for each in estimate.uneven
     ]
 
 
-def _breakdown_rows(rank: RankEstimate, peak: Peak, *, symmetric_bytes: int) -> list[tuple[str, str, str, str]]:
+def _breakdown_rows(peak: Peak, *, symmetric_bytes: int) -> list[tuple[str, str, str]]:
     """A row per part of the peak, largest first; then the sums, and what is outside of the allocator."""
     digits = _digits(peak.reserved_bytes)
-    closed_form = rank.formula.parts if rank.formula else {}
     rows = [
-        (label, size, f"{size / peak.allocated_bytes:.0%}", closed_form.get(part))
+        (label, size, f"{size / peak.allocated_bytes:.0%}")
         for part, label in LABELS.items()
-        if (size := peak.by_part.get(part, 0)) >= peak.allocated_bytes / 2000 or part in closed_form
+        if (size := peak.by_part.get(part, 0)) >= peak.allocated_bytes / 2000
     ]
     rows.sort(key=lambda row: -row[1])
     rows += [
-        ("= allocated", peak.allocated_bytes, "100%", rank.formula.total_bytes if rank.formula else None),
-        ("idle in pools of other streams", peak.idle_pools_bytes, "", None),
-        ("fragmentation", peak.fragmentation_bytes, "", None),
-        ("= reserved", peak.reserved_bytes, "", None),
+        ("= allocated", peak.allocated_bytes, "100%"),
+        ("idle in pools of other streams", peak.idle_pools_bytes, ""),
+        ("fragmentation", peak.fragmentation_bytes, ""),
+        ("= reserved", peak.reserved_bytes, ""),
     ]
     if symmetric_bytes:
-        rows.append(("symmetric memory, in addition", symmetric_bytes, "", None))
-    return [
-        (what, _gib(size, digits), share, "" if formula is None else _gib(formula, digits))
-        for what, size, share, formula in rows
-    ]
+        rows.append(("symmetric memory, in addition", symmetric_bytes, ""))
+    return [(what, _gib(size, digits), share) for what, size, share in rows]
 
 
 def _module_rows(by_module: dict[str, int]) -> list[tuple[str, str, str]]:
@@ -315,15 +272,10 @@ def _verdict_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
     )
 
 
-def _farthest_part(rank: RankEstimate) -> str:
-    traced, formula = rank.steady.by_part, rank.formula.parts if rank.formula else {}
-    return max(PARTS, key=lambda part: abs(traced.get(part, 0) - formula.get(part, 0)))
-
-
 def _digits(num_bytes: int) -> int:
     """Decimal places for GiB in a table whose largest entry this is."""
     return 2 if num_bytes >= GIB else 5
 
 
-def _gib(num_bytes: int, digits: int | None = None) -> str:
-    return f"{num_bytes / GIB:.{_digits(abs(num_bytes)) if digits is None else digits}f}"
+def _gib(num_bytes: int, digits: int) -> str:
+    return f"{num_bytes / GIB:.{digits}f}"

@@ -4,15 +4,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.stage import _RecvInfo
 
-from titan_tools.memory.schedules import allocates_on_receipt, loop_actions, planned_actions
+from converters.layout.stages import ranks_of_stages
 from titan_tools.memory.trace.tracking import PHASES
-from trainer.parallel.stages import StageSplit
+from trainer.parallel.stages import V_SCHEDULES, StageSplit
 
 NO_MICROBATCH = -1
 Context = tuple[Any, ...]  # see Order.contexts
@@ -83,10 +86,18 @@ def orders_of_ranks(
 ) -> dict[int, Order]:
     """What each pipeline rank does in a step, by torch's own schedules."""
     ranks = range(pp)
-    planned = planned_actions(schedule, pp=pp, num_stages=split.num_stages, num_microbatches=num_microbatches)
+    planned = _planned_actions(schedule, pp=pp, num_stages=split.num_stages, num_microbatches=num_microbatches)
     if planned is None:
         return {rank: _of_loop(schedule, rank, split.num_stages, num_microbatches, reshards) for rank in ranks}
     return {rank: _of_plan(planned[rank], split.stages_of(rank), num_microbatches, reshards) for rank in ranks}
+
+
+def allocates_on_receipt() -> bool:
+    """Whether a stage allocates a buffer when it receives, and frees what was sent: from torch 2.15 on.
+
+    Before, it keeps a buffer of each microbatch for all steps, and what it sends until its backward.
+    """
+    return hasattr(_RecvInfo, "allocate_buffer")
 
 
 def shortest(orders: Sequence[Order], schedule: str) -> tuple[int, Order] | None:
@@ -110,10 +121,58 @@ def of_one_microbatch(order: Order, schedule: str) -> Order:
 
 
 def _of_loop(schedule: str, stage: int, num_stages: int, num_microbatches: int, reshards: bool) -> Order:
-    order = loop_actions(schedule, stage=stage, num_stages=num_stages, num_microbatches=num_microbatches)
-    actions = [RankAction(PHASES[action.kind], 0, action.microbatch) for action in order]
+    """The order of a schedule of one stage per rank, for which torch has a loop instead of a plan.
+
+    GPipe: all forwards, then all backwards. 1F1B: as many forwards as there are stages from this one on, then a
+    backward before each further forward. It waits for a send before the next one, GPipe for all before a backward.
+    """
+    actions: list[RankAction] = []
+
+    def add(name: str, microbatch: int) -> None:
+        actions.append(RankAction(PHASES[name], 0, microbatch))
+
+    def forward(microbatch: int) -> None:
+        add("RECV_F", microbatch)
+        add("F", microbatch)
+
+    is_gpipe = schedule == "GPipe"
+    warmup = min(num_microbatches, num_stages - stage)
+    num_first = num_microbatches if is_gpipe else warmup
+    for microbatch in range(num_first):
+        forward(microbatch)
+        if microbatch and not is_gpipe:
+            add("WAIT_SEND_F", microbatch - 1)
+    if is_gpipe:
+        for microbatch in range(num_microbatches):
+            add("WAIT_SEND_F", microbatch)
+    for microbatch in range(num_microbatches):
+        add("RECV_B", microbatch)
+        if not is_gpipe and (sent := num_first + microbatch - 1) < num_microbatches:
+            add("WAIT_SEND_F", sent)
+        add("B", microbatch)
+        if num_first + microbatch < num_microbatches:
+            forward(num_first + microbatch)
     actions += [END, RankAction("reduce", 0, NO_MICROBATCH)]
-    return Order(tuple(actions), num_microbatches, reshards, warmup=min(num_microbatches, num_stages - stage))
+    return Order(tuple(actions), num_microbatches, reshards, warmup=warmup)
+
+
+@cache
+def _planned_actions(schedule: str, *, pp: int, num_stages: int, num_microbatches: int) -> dict[int, list[Any]] | None:
+    """By rank, torch's own plan for a schedule of several stages per rank; None for a schedule of one stage.
+
+    Cached: torch simulates all ranks to find the order of sends, and the plan of one job is needed many times.
+    """
+    schedule_class = get_schedule_class(schedule)
+    if not issubclass(schedule_class, PipelineScheduleMulti):
+        return None
+    ranks = ranks_of_stages(num_stages, pp, v_shaped=schedule in V_SCHEDULES)
+    stages = [
+        SimpleNamespace(group_size=pp, group_rank=0, num_stages=num_stages, stage_index=stage, submod=None)
+        for stage in range(num_stages)
+        if ranks[stage] == 0
+    ]
+    planned: dict[int, list[Any]] = schedule_class(stages, n_microbatches=num_microbatches).pipeline_order_with_comms
+    return planned
 
 
 def _of_plan(planned: Sequence[Any], stages: Sequence[int], num_microbatches: int, reshards: bool) -> Order:

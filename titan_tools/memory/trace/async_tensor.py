@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from converters.common.errors import UnsupportedError
 from converters.common.sizes import MIB
-from titan_tools.memory.constants import CUBLAS_HANDLES
-from titan_tools.memory.trace.kernels import Kernels, cublas_bytes
+from titan_tools.memory.trace.kernels import CUBLAS_HANDLES, Kernels, cublas_bytes
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Config
 

@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import (
 
 from converters.common.collector import collector_paused
 from converters.common.errors import UnsupportedError
-from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.coverage import chain
 from titan_tools.memory.trace.events import StepPoint, Trace, layer_of
-from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, use_kernels, with_document_attention
+from titan_tools.memory.trace.kernels import CUBLAS_HANDLES, Kernels, cublas_bytes, use_kernels, with_document_attention
 from titan_tools.memory.trace.offload import OffloadedTensors, OffloadRecorder, move_to_gpu, track_offload
 from titan_tools.memory.trace.recorder import Recorder, owner_of_many
 from titan_tools.memory.trace.tensors import RecordedTensors

@@ -8,6 +8,20 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
+# What memory is used for: every byte counts to one of these
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "recompute",
+    "logits_and_loss",
+    "all_gather",
+    "reduce_scatter",
+    "pipeline_buffers",
+    "workspaces",
+    "other",
+)
 COMPUTE = "compute"  # the default stream
 NO_LAYER = -1
 PER_PARAMETER = "*"  # the owner of a block with one number per parameter of the rank starts with this
@@ -47,7 +61,7 @@ class Block:
 
     num_bytes: int  # as requested; the allocator rounds
     stream: str  # whose pool it is from
-    part: str  # one of constants.PARTS
+    part: str  # one of PARTS
     point: StepPoint  # at which it was allocated
     owner: str = ""  # FQN of its parameter or module, if known
 

@@ -25,7 +25,6 @@ import trainer.parallel.context
 import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
 from converters.common.sizes import MIB
-from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.models.decoder import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn, cudnn_may_give_nan
 from trainer.parallel.document_attention import PerDocumentAttention
@@ -36,7 +35,13 @@ aten: Any = torch.ops.aten
 
 KernelBuffers = Callable[[tuple[Any, ...]], Any]  # an operation's inputs → bytes that its kernel allocates internally
 
+# Forward runs in the main thread, backward in autograd's: each has a cuBLAS handle of its own, with its own workspace.
+CUBLAS_HANDLES = 2
 DOCUMENT_TOKENS = 512  # of a mean document; each takes 2 MiB in varlen's backward, for 32 heads of 128
+# An embedding's backward, ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu, torch 2.11 to 2.13: up to this
+# many tokens need no sorting; of more, runs of this many rows for one token are summed separately.
+_UNSORTED_TOKENS = 3072
+_ROWS_PER_THREAD = 10
 _SMALL_SORT = 4096  # numbers: should_use_small_sort, native/cuda/Sort.cu
 _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
@@ -350,10 +355,10 @@ def embedding_backward_bytes(args: tuple[Any, ...]) -> int:
     """
     gradient, indices, num_weights = args[:3]
     count = indices.numel()
-    if count <= EMBEDDING_UNSORTED_TOKENS:
+    if count <= _UNSORTED_TOKENS:
         return 0
     num_segments = min(count, num_weights)
-    num_partial = count // EMBEDDING_ROWS_PER_THREAD + num_segments
+    num_partial = count // _ROWS_PER_THREAD + num_segments
     index_bytes = indices.element_size() * (3 * count + 2 * num_segments + num_partial)
     num_bytes: int = index_bytes + num_partial * gradient.shape[-1] * max(gradient.element_size(), 4)
     return num_bytes

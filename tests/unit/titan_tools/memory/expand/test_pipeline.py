@@ -7,9 +7,8 @@ import pytest
 from converters.families.registry import get_family
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.expand import ranks as pipeline_ranks
-from titan_tools.memory.expand.order import END, orders_of_ranks, shortest
+from titan_tools.memory.expand.order import END, allocates_on_receipt, orders_of_ranks, shortest
 from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_ranks, traced_kinds
-from titan_tools.memory.schedules import allocates_on_receipt
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config

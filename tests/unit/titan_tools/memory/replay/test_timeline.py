@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from tests.memory_traces import MIB, TraceMaker, make_step_trace
-from titan_tools.memory.constants import PARTS
 from titan_tools.memory.replay.replay import replay
 from titan_tools.memory.replay.timeline import STACK, draw_timeline, step_columns
+from titan_tools.memory.trace.events import PARTS
 
 GIB = 1 << 30
 

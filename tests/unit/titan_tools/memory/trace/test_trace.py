@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from converters.families.registry import get_family
 from tests.dist.training import Layout, args_of
 from tests.real_memory import NUMBER_BYTES, held_by_fake_rank, held_by_trace
-from tests.unit.titan_tools.memory.formula.test_layout import held_bytes
-from titan_tools.memory.constants import PARTS
+from tests.state_bytes import live_at, state_bytes, traced_state_bytes
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.events import Block, Trace
+from titan_tools.memory.trace.events import PARTS, Block
 from titan_tools.memory.trace.kernels import Kernels, use_kernels
 from trainer.job.job import Job, resolve, samples_per_step
 
@@ -174,29 +173,21 @@ def test_trace_is_what_a_real_step_asks_for_too(layout, flavor, rank):
     _compare(layout, flavor, rank)
 
 
-def live_at(trace: Trace, step: int, phase: str) -> list[Block]:
-    """What is held when a step comes to a phase for the first time."""
-    live: dict[int, Block] = {}
-    for segment, event in trace.events():
-        if (segment.point.step, segment.point.phase) == (step, phase):
-            break
-        if event >= 0:
-            live[event] = trace.blocks[event]
-        else:
-            del live[~event]
-    return list(live.values())
-
-
 @_each([case for case in CASES if "uneven" not in case[0].name])  # where FSDP holds a padded shard
-def test_persistent_blocks_have_their_part(layout, flavor, rank):
+def test_a_rank_holds_its_share_of_parameters_gradients_and_moments(layout, flavor, rank):
+    _compare_state(layout, flavor, rank)
+
+
+@pytest.mark.slow
+@_each(MORE_CASES)
+def test_a_rank_holds_its_share_too(layout, flavor, rank):
+    _compare_state(layout, flavor, rank)
+
+
+def _compare_state(layout: Layout, flavor: str, rank: int) -> None:
     trace, (config, args, dims) = captured(layout, flavor, rank)
-    held = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    trained = {p.fqn for p in get_family(config.model.name).parameters(args) if p.is_trained}
-    for block in live_at(trace, 2, "zero_grad"):
-        if block.part in held and block.owner in trained and block.num_bytes > 4:  # those of a number of steps
-            held[block.part] += block.num_bytes
-    expected = held_bytes(config, dims.world_size, rank, args)
-    assert held == expected
+    job = Job.of(config, args, dims)
+    assert traced_state_bytes(trace, job) == state_bytes(job, dims.coordinates(rank).pp)
 
 
 @_each([case for case in CASES if TP in case[0].parallelism])
