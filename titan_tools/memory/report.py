@@ -105,6 +105,7 @@ def draw(estimate: Estimate, picture: Path) -> None:
         estimate.fullest,
         picture,
         title=f"{estimate.job.family.name} on {estimate.job.dims}, pp rank {rank.pp_rank}",
+        peak_at=in_words(rank.steady.point),
         limit=(gpu.name, round(gpu.usable_gib * GIB)),
         labels=LABELS,
     )

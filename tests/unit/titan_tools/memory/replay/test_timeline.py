@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.memory_traces import MIB, TraceMaker, make_step_trace
-from titan_tools.memory.replay.replay import replay
-from titan_tools.memory.replay.timeline import STACK, draw_timeline, step_columns
+from titan_tools.memory.replay.replay import Replayed, replay
+from titan_tools.memory.replay.timeline import LIMIT, STACK, draw_timeline, last_step
 from titan_tools.memory.trace.events import PARTS
 
 GIB = 1 << 30
@@ -28,40 +28,34 @@ def test_columns_by_hand():
     maker.at(2, "forward", 0, 0, "layers.0")
     more = maker.allocate(30 * MIB, "activations")
     maker.at(2, "backward", 0, 0, "layers.0")
-    maker.free(more, kept)
-    found = step_columns(replay(maker.trace, allocator="classic"), list(STACK), step=2)
-    assert found.by_part == {"parameters": [20 * MIB] * 3, "activations": [70 * MIB, 40 * MIB, 0]}
-    assert found.allocated == [90 * MIB, 60 * MIB, 20 * MIB]
-    assert found.reserved == [90 * MIB] * 3
-    assert found.peak == 0 and found.peak_point.phase == "forward"
-    assert [band.point.phase for band in found.bands] == ["forward", "backward"]
-    assert found.x == [0, 1, 2, 3]  # events, as pytorch.org/memory_viz counts them
-    assert [(band.begin, band.end) for band in found.bands] == [(0, 1), (1, 3)]
+    maker.free(more)
+    maker.at(2, "backward", 0, 0, "layers.1")
+    maker.free(kept)
+    columns = last_step(replay(maker.trace, allocator="classic"))
+    assert columns.by_part == {"parameters": [20 * MIB] * 3, "activations": [70 * MIB, 40 * MIB, 0]}
+    assert columns.allocated == [90 * MIB, 60 * MIB, 20 * MIB]
+    assert columns.reserved == [90 * MIB] * 3
+    assert columns.peak == 0
+    assert columns.x == [0, 1, 2, 3]  # events, as pytorch.org/memory_viz counts them
+    assert [(num_events, point.phase) for num_events, point in columns.phases] == [(1, "forward"), (2, "backward")]
 
 
 def test_columns_agree_with_the_replay():
     replayed = replay(make_step_trace(), allocator="expandable")
-    found = step_columns(replayed, list(STACK), step=2)
-    assert max(found.allocated) == replayed.steady.allocated_bytes
-    assert found.peak_point == replayed.steady.point
-    at_peak = {part: values[found.peak] for part, values in found.by_part.items() if values[found.peak]}
+    columns = last_step(replayed)
+    assert max(columns.allocated) == replayed.steady.allocated_bytes
+    at_peak = {part: values[columns.peak] for part, values in columns.by_part.items() if values[columns.peak]}
     assert at_peak == replayed.steady.by_part
-    assert found.bands[0].begin == found.x[0] == 0 and found.bands[-1].end == found.x[-1]
-    assert all(left.end == right.begin for left, right in zip(found.bands, found.bands[1:], strict=False))
+    assert sum(num_events for num_events, _ in columns.phases) == columns.x[-1]
 
 
 def test_many_events_share_columns_and_the_peak_is_kept():
     trace = make_step_trace(num_layers=600)
     replayed = replay(trace, allocator="expandable")
-    found = step_columns(replayed, list(STACK), step=2)
-    assert len(found.allocated) < 3001 < len(replayed.allocated) / 2
-    assert max(found.allocated) == replayed.steady.allocated_bytes
-    assert len(found.x) == len(found.allocated) + 1 and found.x == sorted(found.x)
-
-
-def test_a_step_that_is_not_there_is_said():
-    with pytest.raises(ValueError, match="no step 3"):
-        step_columns(replay(make_step_trace(), allocator="classic"), list(STACK), step=3)
+    columns = last_step(replayed)
+    assert len(columns.allocated) < 3001 < len(replayed.allocated) / 2
+    assert max(columns.allocated) == replayed.steady.allocated_bytes
+    assert len(columns.x) == len(columns.allocated) + 1 and columns.x == sorted(columns.x)
 
 
 def _pixels(path: Path) -> np.ndarray:
@@ -71,31 +65,44 @@ def _pixels(path: Path) -> np.ndarray:
     return (red << 16) + (green << 8) + blue
 
 
-def _count(pixels: np.ndarray, part: str) -> int:
-    return np.count_nonzero(pixels == int(STACK[part][1:], 16))
+def _count(pixels: np.ndarray, color: str) -> int:
+    return np.count_nonzero(pixels == int(color[1:], 16))
+
+
+def draw(replayed: Replayed, path: Path, *, capacity_bytes: int) -> None:
+    limit = ("a GPU", capacity_bytes)
+    draw_timeline(
+        replayed, path, title="A title", peak_at="forward", limit=limit, labels={part: part for part in STACK}
+    )
 
 
 def test_the_picture_has_each_part_in_its_color_and_in_its_share(tmp_path):
     replayed = replay(make_step_trace(), allocator="expandable")
-    draw_timeline(replayed, tmp_path / "out.png", title="A title", limit=("a GPU", 600 * MIB))
+    draw(replayed, tmp_path / "out.png", capacity_bytes=600 * MIB)
     pixels = _pixels(tmp_path / "out.png")
     assert pixels.shape == (1140, 2100)
-    by_part = step_columns(replayed, list(STACK), step=2).by_part
+    by_part = last_step(replayed).by_part
     for part in STACK:
-        assert (_count(pixels, part) > 1000) == (part in by_part), part
-    # What stays all the step long is a rectangle: areas are as bytes (the legend's patch and the grid's lines aside)
-    ratio = _count(pixels, "optimizer") / _count(pixels, "parameters")
+        assert (_count(pixels, STACK[part]) > 1000) == (part in by_part), part
+    # What stays all the step long is a rectangle: areas are as bytes (the legend's patch aside)
+    ratio = _count(pixels, STACK["optimizer"]) / _count(pixels, STACK["parameters"])
     assert ratio == pytest.approx(by_part["optimizer"][0] / by_part["parameters"][0], rel=0.15)
-    # A limit far above does not squash the picture: it is named
-    draw_timeline(replayed, tmp_path / "far.png", limit=("big", 1000 * GIB))
-    assert _count(_pixels(tmp_path / "far.png"), "parameters") > _count(pixels, "parameters")
 
 
-def test_other_formats_and_steps(tmp_path):
-    replayed = replay(make_step_trace(), allocator="classic")
-    draw_timeline(replayed, tmp_path / "out.svg", step=1, labels={"recompute": "backward's own tensors"})
+def test_the_gpus_capacity_is_a_line_unless_it_is_far_above(tmp_path):
+    replayed = replay(make_step_trace(), allocator="expandable")
+    draw(replayed, tmp_path / "near.png", capacity_bytes=600 * MIB)
+    draw(replayed, tmp_path / "far.png", capacity_bytes=1000 * GIB)
+    near, far = (_pixels(tmp_path / name) for name in ("near.png", "far.png"))
+    line, others = (np.count_nonzero(pixels == int(LIMIT[1:], 16), axis=1).max() for pixels in (near, far))
+    assert line > 500 > 100 > others  # pixels of a row: dashes from one side to the other, or letters
+    assert _count(far, STACK["parameters"]) > _count(near, STACK["parameters"])
+
+
+def test_other_formats(tmp_path):
+    draw(replay(make_step_trace(), allocator="classic"), tmp_path / "out.svg", capacity_bytes=GIB)
     drawn = (tmp_path / "out.svg").read_text()
-    assert drawn.startswith("<?xml") and "the first step" in drawn and "backward's own tensors" in drawn
+    assert drawn.startswith("<?xml") and "every later one is the same; classic allocator" in drawn
 
 
 def test_neither_torch_nor_matplotlib_is_loaded_before_a_picture_is_drawn():
