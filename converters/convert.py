@@ -171,7 +171,7 @@ def convert(
         weights = replace(weights, info=plan.contents.info)
         quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
-        vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
+        vouched = vouched_for(catalog, plan.stored, rearranged=plan.rearranged, dequantized=dequantized)
         remarks = [*named, *trained, *destination.remarks(src, weights), *weights.info.notes, *weights.notes_on_codes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         remarks += [describe_unknown(scales_from, weights.num_mtp_layers if mtp == "keep" else 0)]

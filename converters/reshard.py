@@ -139,8 +139,8 @@ def reshard(
     with CatalogReader(kept) as reader:
         contents = collect(reader, spelling, sections, allow_missing=allow_missing)
         stored = _stored(contents.source, training)
-        halved = (names for fqn, names in stored.items() if contents.source.expressions[fqn].has_own_digest)
-        vouched = vouched_for(training.catalog, stored, halved=frozenset(chain.from_iterable(halved)))
+        rearranged = (names for fqn, names in stored.items() if contents.source.expressions[fqn].has_own_digest)
+        vouched = vouched_for(training.catalog, stored, rearranged=frozenset(chain.from_iterable(rearranged)))
         check_blobs(reader)
         _refuse_other_payloads(reader, sections)
         held = contents.source.tensors

@@ -142,7 +142,7 @@ def build(
         parts=parts,
         runner=runner,
         take_shard=_shard_taker(meshes, device, job.documents.mask),
-        ends_meet=split.ends_meet,
+        first_and_last_on_one_rank=split.first_and_last_on_one_rank,
         accumulating=accumulating,
         after_update=partial(scale_weights, parts) if precomputes_scales else None,
     )

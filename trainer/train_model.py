@@ -49,7 +49,7 @@ class TrainModel:
         parts: "list[Transformer]",
         runner: Runner,
         take_shard: Callable[[Batch], Shard],
-        ends_meet: bool,
+        first_and_last_on_one_rank: bool,
         accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_update: Callable[[], None] | None = None,
     ):
@@ -58,7 +58,7 @@ class TrainModel:
         self._after_update = after_update
         self.accumulating = accumulating  # around all batches of a step but the last: gradients need not be reduced yet
         # Collected once: while FSDP has gathered a parameter, its module shows the gathered one.
-        self._tied = TiedCopies(args, parts, meshes, ends_meet=ends_meet)
+        self._tied = TiedCopies(args, parts, meshes, first_and_last_on_one_rank=first_and_last_on_one_rank)
         followers = set(map(id, self._tied.followers))
         named = [(name, p) for part in parts for name, p in part.named_parameters() if id(p) not in followers]
         self._parameters = {_native_name(name, args): p for name, p in named}

@@ -7,7 +7,7 @@ from converters.common.names import DCP_METADATA
 from converters.containers.base import Container, FolderFiles
 from converters.containers.dcp_metadata import DcpEntries, parse_metadata
 from converters.containers.dcp_ranks import check_ranks, join_ranks, rank_metadata_files
-from converters.containers.sniff import refuse_strange_files
+from converters.containers.sniff import refuse_foreign_files
 from converters.store.paths import checked_file_size
 from converters.views.catalog import Catalog
 from converters.views.cover import require_cover
@@ -74,7 +74,7 @@ def _refuse_safetensors_inside(path: Path, file: str) -> None:
 
 
 def _open_folder(files: FolderFiles) -> Catalog:
-    refuse_strange_files(files.path, files.dcp_metadata, pickles=True)
+    refuse_foreign_files(files.path, files.dcp_metadata, pickles=True)
     return require_cover(read_catalog(files.path))
 
 

@@ -17,7 +17,7 @@ from converters.common.errors import CheckpointError, TitanError, list_offenders
 from converters.common.names import META_PARAMS, META_SHARD
 from converters.containers import torch_file
 from converters.containers.base import Container, FolderFiles, name_some
-from converters.containers.sniff import refuse_strange_files
+from converters.containers.sniff import refuse_foreign_files
 from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Role
 from converters.families.registry import read_meta_params
 from converters.naming.meta_names import as_loaded, meta_parameters
@@ -326,7 +326,7 @@ def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catal
 
 
 def _open_folder(files: FolderFiles) -> Catalog:
-    refuse_strange_files(files.path, files.meta)
+    refuse_foreign_files(files.path, files.meta)
     return read_catalog(files.path)
 
 

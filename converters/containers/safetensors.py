@@ -14,7 +14,7 @@ from converters.common.dtypes import BY_SAFETENSORS, itemsize
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.common.names import HF_INDEX, HF_SINGLE
 from converters.containers.base import Container, FolderFiles, name_some
-from converters.containers.sniff import refuse_strange_files
+from converters.containers.sniff import refuse_foreign_files
 from converters.containers.tensor_pickle import row_major
 from converters.store.json_file import parse_json, read_json
 from converters.store.paths import checked_file_name, checked_file_size
@@ -299,7 +299,7 @@ def _is_entry(name: str) -> bool:
 
 def _open_folder(files: FolderFiles) -> Catalog:
     one_file = files.entry.endswith(".safetensors")
-    refuse_strange_files(files.path, [files.entry] if one_file else files.safetensors)
+    refuse_foreign_files(files.path, [files.entry] if one_file else files.safetensors)
     return require_cover(read_catalog(files.path, files.entry))
 
 

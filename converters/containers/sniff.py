@@ -24,7 +24,7 @@ def first_bytes(path: Path) -> bytes:
         return file.read(_NUM_BYTES)
 
 
-def refuse_strange_files(folder: Path, names: Iterable[str], *, pickles: bool = False) -> None:
+def refuse_foreign_files(folder: Path, names: Iterable[str], *, pickles: bool = False) -> None:
     """Raise for files that hold something else than weights. `pickles`: a bare pickle is what is expected."""
     problems: list[TitanError] = []
     for name in names:
@@ -34,7 +34,7 @@ def refuse_strange_files(folder: Path, names: Iterable[str], *, pickles: bool = 
         start = first_bytes(path)
         if is_safetensors(start):  # a header of 640 bytes begins like a pickle (80 02)
             continue
-        if not (pickles and start[:1] == b"\x80") and (problem := stranger(path, start)):
+        if not (pickles and start[:1] == b"\x80") and (problem := foreign_file_error(path, start)):
             problems.append(problem)
     if len(problems) == 1:
         raise problems[0]
@@ -47,7 +47,7 @@ def refuse_strange_files(folder: Path, names: Iterable[str], *, pickles: bool = 
         )
 
 
-def stranger(path: Path, start: bytes) -> TitanError | None:
+def foreign_file_error(path: Path, start: bytes) -> TitanError | None:
     """The error for a file whose first bytes are not those of weights, if they tell what it is."""
     text = start.lstrip().lower()
     if not start:

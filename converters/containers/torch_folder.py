@@ -6,7 +6,7 @@ from converters.common.errors import CheckpointError
 from converters.common.names import DCP_METADATA, HF_INDEX, MANIFEST, TORCH_INDEX
 from converters.containers import safetensors, torch_file
 from converters.containers.base import Container, FolderFiles, name_some
-from converters.containers.sniff import first_bytes, is_safetensors, is_zip, refuse_strange_files, stranger
+from converters.containers.sniff import first_bytes, foreign_file_error, is_safetensors, is_zip, refuse_foreign_files
 from converters.views.catalog import Catalog, TensorEntry
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -24,7 +24,7 @@ def open_file(path: Path) -> Catalog:
         return torch_file.read_catalog(path)
     if is_safetensors(start):
         return safetensors.read_catalog(path)
-    if problem := stranger(path, start):
+    if problem := foreign_file_error(path, start):
         raise problem
     raise CheckpointError(f"{path}: neither safetensors nor a torch file", hint=f"its first bytes are {start[:16]!r}")
 
@@ -40,7 +40,7 @@ def _find(files: FolderFiles) -> str:
 
 def _open_folder(files: FolderFiles) -> Catalog:
     if files.entry == TORCH_INDEX:
-        refuse_strange_files(files.path, files.torch)
+        refuse_foreign_files(files.path, files.torch)
         index = files.path / TORCH_INDEX
         return Catalog(files.path, "torch", safetensors.read_indexed(files.path, index, _read_file))
     if not files.entry:

@@ -36,7 +36,7 @@ class ConversionPlan:
     casts: Mapping[str, str]
     kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
     stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
-    halved: frozenset[str]  # the source's own names of tensors that are halved, joined as halves, or transposed
+    rearranged: frozenset[str]  # the source's own names of tensors that are halved, joined of halves, or transposed
     native_rows: RowNumbers | None  # None: rows are written in native order
     dropped: Mapping[str, str]  # source tensor → reason
     made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
@@ -103,7 +103,7 @@ def plan_conversion(
         casts=casts,
         kept_float32=tuple(fqn for fqn in kept if fqn in written),
         stored={name: tuple(n for n in names if n not in ledger.scales) for name, names in stored.items()},
-        halved=frozenset(
+        rearranged=frozenset(
             held
             for name, names in stored.items()
             if view.expressions[name].has_own_digest or not in_halves.isdisjoint(native_of[name])

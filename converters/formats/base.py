@@ -218,7 +218,7 @@ class Format:
     def check_options(self, options: OutputOptions) -> None:
         """Raise ConfigError, in the words of the command line, for an option that this format does not take."""
         if options.scales_from is not None and options.quantize is None and self.quantizes is None:
-            raise ConfigError("--scales-from means nothing without --quantize", tries=["--quantize fp8"])
+            raise ConfigError("--scales-from needs --quantize", tries=["--quantize fp8"])
         for name in sorted(options.given().difference(self.takes)):
             option = OPTIONS[name]
-            raise ConfigError(f"{option.flag} means nothing for {self.called}", hint=option.refusal)
+            raise ConfigError(f"{option.flag} is not supported by {self.called}", hint=option.refusal)

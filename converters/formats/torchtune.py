@@ -68,7 +68,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     if style == "hf":
         return plan_safetensors(contents.tensors, shard_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES)
     if options.shard_bytes is not None:
-        raise ConfigError(f"--shard-size means nothing for --style {style}, which is one file", tries=["--style hf"])
+        raise ConfigError(f"--shard-size is not supported by --style {style}, which is one file", tries=["--style hf"])
     if style == "meta":
         meta_params(info)  # raises before the copy if params.json cannot describe the model
     return plan_torch(contents.tensors, file=_ONE_FILE[style], shared=second_names(contents.view.expressions))

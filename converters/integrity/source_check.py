@@ -24,7 +24,7 @@ class Vouched:
     root: Path
     listed: Mapping[str, TensorSum]  # by name in the source
     stored: Mapping[str, tuple[str, ...]]
-    halved: frozenset[str] = frozenset()  # in the source: tensors whose sums are not those of their targets
+    rearranged: frozenset[str] = frozenset()  # in the source: tensors whose sums are not those of their targets
     lost: str = "; nothing of the copy was kept"
 
     def check(self, found: Mapping[str, TensorDigest]) -> None:
@@ -38,7 +38,7 @@ class Vouched:
             listed = [self.listed[name] for name in names if name in self.listed and self.listed[name].digest]
             if len(listed) < len(names):
                 continue
-            if not self.halved.isdisjoint(names):
+            if not self.rearranged.isdisjoint(names):
                 continue
             if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].values_shape:
                 is_same = found[targets[0]].hexdigest() == listed[0].digest
@@ -85,7 +85,7 @@ def vouched_for(
     catalog: Catalog,
     stored: Mapping[str, tuple[str, ...]],
     *,
-    halved: frozenset[str] = frozenset(),
+    rearranged: frozenset[str] = frozenset(),
     dequantized: str = "",
 ) -> Vouched | None:
     """The manifest's digests of the tensors in `stored` (target name → source names); None without a manifest.
@@ -94,7 +94,7 @@ def vouched_for(
 
     Files without tensors (configs, tokenizer, `.metadata`) are small and compared at once. So are files with tensors
     that have no digest (`--no-digest`) or one of another type's values, or that are halved, joined or transposed
-    (`halved`), although these are read twice then.
+    (`rearranged`), although these are read twice then.
     """
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
@@ -105,9 +105,9 @@ def vouched_for(
     }
     read = {name for names in stored.values() for name in names}
     undigested = {name for name in read if name in known and not known[name].digest}
-    twice = {chunk.file for name in undigested | (read & halved) for chunk in catalog.tensors[name].chunks}
+    twice = {chunk.file for name in undigested | (read & rearranged) for chunk in catalog.tensors[name].chunks}
     _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
-    return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored, halved)
+    return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored, rearranged)
 
 
 def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:

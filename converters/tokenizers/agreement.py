@@ -14,7 +14,7 @@ from converters.common.errors import CheckpointError
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.store.json_file import read_json
 from converters.tokenizers.sentencepiece_model import BPE_TYPE, SentencePiece, merges_of, read_sentencepiece
-from converters.tokenizers.tiktoken_from_json import other_cuts, other_merges, other_specials
+from converters.tokenizers.tiktoken_from_json import merge_differences, special_token_differences, split_differences
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, looks_like_tiktoken, read_ranks
 
 _SPACE = "\u2581"
@@ -51,7 +51,7 @@ def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = No
     found = compare_tokenizers(described, model)
     problems: Sequence[str] = found.problems
     if not problems and meta_vocab_size is not None and looks_like_tiktoken(model):
-        problems = other_specials(found.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
+        problems = special_token_differences(found.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
     return "; ".join(problems[:3])
 
 
@@ -76,7 +76,7 @@ def _compare(described: Path, model: Path, *stamps: tuple[int, ...]) -> Comparis
 
 
 def _against_ranks(content: Mapping[str, Any], ranks: Mapping[bytes, int]) -> list[str]:
-    if problems := other_cuts(content):
+    if problems := split_differences(content):
         return problems
     theirs = {token.decode("latin-1").translate(BYTE_LETTERS): rank for token, rank in ranks.items()}
     if problem := _other_vocabulary(_ordinary(content), theirs):
@@ -84,7 +84,7 @@ def _against_ranks(content: Mapping[str, Any], ranks: Mapping[bytes, int]) -> li
     merges, whole = content["model"]["merges"], bool(content["model"].get("ignore_merges"))
     if whole and _are_all_splits(merges, theirs):
         return []
-    return other_merges(merges, ranks, whole=whole)
+    return merge_differences(merges, ranks, whole=whole)
 
 
 def _ordinary(content: Mapping[str, Any]) -> dict[str, int]:
@@ -105,7 +105,7 @@ def _other_vocabulary(found: Mapping[str, int], expected: Mapping[str, int]) -> 
 def _are_all_splits(merges: Sequence[Any], ranks: Mapping[str, int]) -> bool:
     """Whether the merges are every split of every token into two tokens, in the order of the tokens' ranks.
 
-    Then they are those of tiktoken (see other_merges). This takes a third of a second for 128,000.
+    Then they are those of tiktoken (see merge_differences). This takes a third of a second for 128,000.
     """
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
     made = [ranks.get(left + right, -1) for left, right in pairs]

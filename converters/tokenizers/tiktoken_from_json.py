@@ -39,13 +39,13 @@ def ranks_of_tokenizer_json(path: Path, *, vocab_size: int | None) -> Mapping[by
 def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None) -> Mapping[bytes, int]:
     content, merges = read_tokenizer_json(path)
     try:
-        problems = other_cuts(content)
+        problems = split_differences(content)
         if not problems:
             ranks, problems = _ranks(content)
             if vocab_size is not None:
-                problems += other_specials(content["added_tokens"], len(ranks), vocab_size=vocab_size)
+                problems += special_token_differences(content["added_tokens"], len(ranks), vocab_size=vocab_size)
         if not problems:
-            problems = other_merges(merges, ranks, whole=bool(content["model"].get("ignore_merges")))
+            problems = merge_differences(merges, ranks, whole=bool(content["model"].get("ignore_merges")))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
     if problems:
@@ -59,7 +59,7 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
     path.write_text("".join(lines), encoding="ascii")
 
 
-def other_cuts(content: Mapping[str, Any]) -> list[str]:
+def split_differences(content: Mapping[str, Any]) -> list[str]:
     """How splitting of text before merging differs from Llama 3's; or 4's, which is known by its number of tokens."""
     model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
     if model["type"] != "BPE":
@@ -91,7 +91,7 @@ def _ranks(content: Mapping[str, Any]) -> tuple[dict[bytes, int], list[str]]:
     return ranks, problems
 
 
-def other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_size: int) -> list[str]:
+def special_token_differences(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_size: int) -> list[str]:
     """Special tokens with other ids in Meta's code. Names of reserved ones do not matter."""
     end = max([vocab_size, *(token["id"] + 1 for token in added)])
     places = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=end))}
@@ -102,7 +102,7 @@ def other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_
     ]
 
 
-def other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
+def merge_differences(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
     """How merging by the listed pairs differs from merging by rank.
 
     tiktoken merges the neighbors whose token has the lowest rank. Two neighbors that span a token were formed as if it

@@ -22,8 +22,8 @@ from converters.store.commit import require_space
 from converters.tokenizers.assets import TOKEN_IDS
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
-from trainer.checkpoints.load import DamagedFiles, load_state, load_weights, not_carried
-from trainer.checkpoints.problems import bytes_of_state, idle_dropout, idle_export_dtype
+from trainer.checkpoints.load import DamagedFiles, left_out_of_checkpoints, load_state, load_weights
+from trainer.checkpoints.problems import bytes_of_state, dropout_note, export_dtype_note
 from trainer.checkpoints.recorded import Recorded, first_recorded
 from trainer.checkpoints.resumable import refuse_other_weights
 from trainer.checkpoints.run_lock import only_run
@@ -147,9 +147,9 @@ class Checkpoints:
         if self._settings.initial_load_model_only:
             found = load_weights(path, state, info=self._info, settings=self._settings, group=self._group)
             self._keep_fields(found)
-            if text := idle_dropout(found, path):
+            if text := dropout_note(found, path):
                 note(text)
-            if left_out := not_carried(found, self._info):
+            if left_out := left_out_of_checkpoints(found, self._info):
                 note(f"not copied from {path} into this run's checkpoints: {', '.join(left_out)}")
         else:
             select = self._settings.initial_load_select
@@ -163,7 +163,7 @@ class Checkpoints:
 
     def get_ready(self, model: TrainModel) -> None:
         """Raise now what the first save would raise, and start asynchronous saving."""
-        if text := idle_export_dtype(self._settings):
+        if text := export_dtype_note(self._settings):
             note(text)
         self.require_room(model)
         self._saver.open()

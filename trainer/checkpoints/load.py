@@ -207,7 +207,7 @@ def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
     return f"WARNING: {path} has a tokenizer that gives other ids than the run's, in {ours}"
 
 
-def not_carried(found: ModelInfo, wanted: ModelInfo) -> list[str]:
+def left_out_of_checkpoints(found: ModelInfo, wanted: ModelInfo) -> list[str]:
     """Files and token ids of initial weights that the run's checkpoints do not get; the config names theirs."""
     theirs, ours = found.assets, wanted.assets
     lost = sorted(theirs.keys() - ours.keys())

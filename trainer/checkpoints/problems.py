@@ -52,7 +52,7 @@ def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:
     return problems
 
 
-def idle_export_dtype(settings: Checkpoint) -> str:
+def export_dtype_note(settings: Checkpoint) -> str:
     """A note if `export_dtype` has no effect, as in torchtitan's own Qwen 3 config; else empty."""
     is_used = settings.last_save_model_only or any(getattr(settings, key) for key in _EXPORTS)
     if is_used or settings.export_dtype == Checkpoint().export_dtype:
@@ -63,7 +63,7 @@ def idle_export_dtype(settings: Checkpoint) -> str:
     )
 
 
-def idle_dropout(info: ModelInfo, path: Path) -> str:
+def dropout_note(info: ModelInfo, path: Path) -> str:
     """A note on initial weights whose config.json requests dropout in training; else empty."""
     asked = {key: value for key, value in info.untranslated.items() if key.endswith("dropout") and value}
     if not asked:

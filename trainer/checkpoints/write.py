@@ -157,7 +157,7 @@ def _rows_to_read(
             if not has_whole_rows(chunk.box, entry.shape):
                 rows = Box((*chunk.box.offsets[:-1], 0), (*chunk.box.sizes[:-1], entry.shape[-1]))
                 parts[rows].add(node_of[chunk.file])
-        if parts and not _is_rest(entry, [*parts]):  # cut unevenly: a row would be added twice
+        if parts and not _complete_the_tensor(entry, [*parts]):  # cut unevenly: a row would be added twice
             parts = {Box.whole(entry.shape): set().union(*parts.values())}
             whole.add(fqn)
         for rows, writers in parts.items():
@@ -167,7 +167,7 @@ def _rows_to_read(
     return work, whole
 
 
-def _is_rest(entry: TensorEntry, rows: Sequence[Box]) -> bool:
+def _complete_the_tensor(entry: TensorEntry, rows: Sequence[Box]) -> bool:
     """Whether `rows` and the chunks of whole rows cover the tensor exactly."""
     boxes = [*rows, *(chunk.box for chunk in entry.chunks if has_whole_rows(chunk.box, entry.shape))]
     return sum(box.num_elements for box in boxes) == prod(entry.shape) and not overlap(boxes)

@@ -54,7 +54,7 @@ def _held(job: Job, pp_rank: int) -> Iterator[tuple[Parameter, bool]]:
             yield parameter, True
         # The last of several stages has a copy of a tied embedding (parallel/tied.py)
         if module == "tok_embeddings" and job.args.tied and job.split.num_stages > 1 and "output" in modules:
-            yield parameter, not job.split.ends_meet
+            yield parameter, not job.split.first_and_last_on_one_rank
 
 
 def too_large_for_host(job: Job) -> ConfigError | None:

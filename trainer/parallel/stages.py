@@ -33,7 +33,7 @@ class StageSplit:
         return len(self.modules)
 
     @property
-    def ends_meet(self) -> bool:
+    def first_and_last_on_one_rank(self) -> bool:
         """Whether one pipeline rank holds the first and the last stage."""
         return self.ranks[0] == self.ranks[-1]
 

@@ -24,7 +24,9 @@ class TiedCopies:
     values are copied from it before use. In a single stage they are one parameter, and nothing is done.
     """
 
-    def __init__(self, args: ModelArgs, parts: Sequence["Transformer"], meshes: Meshes, *, ends_meet: bool):
+    def __init__(
+        self, args: ModelArgs, parts: Sequence["Transformer"], meshes: Meshes, *, first_and_last_on_one_rank: bool
+    ):
         self.copies: list[nn.Parameter] = []  # updated here and on the rank of the first stage
         self.followers: list[nn.Parameter] = []  # copies of a parameter of this rank
         self._shared: list[nn.Parameter] = []
@@ -34,7 +36,7 @@ class TiedCopies:
         embeddings = [_weight(part.tok_embeddings) for part in parts if part.tok_embeddings is not None]
         outputs = [_weight(part.output) for part in parts if part.output is not None]
         self._shared = embeddings + outputs
-        if ends_meet:
+        if first_and_last_on_one_rank:
             self.followers = outputs
         else:
             self.copies, self._group = outputs, _group_of_ends(meshes)
@@ -59,7 +61,7 @@ class TiedCopies:
 def has_group_of_ends(args: ModelArgs, split: StageSplit, pp_rank: int) -> bool:
     """Whether this pipeline rank sums the embedding's gradient over a group other than pp's, which two ranks use."""
     is_end = pp_rank in (split.ranks[0], split.ranks[-1])
-    return args.tied and is_end and not split.ends_meet and max(split.ranks) > 1
+    return args.tied and is_end and not split.first_and_last_on_one_rank and max(split.ranks) > 1
 
 
 def _weight(module: nn.Module) -> nn.Parameter:

@@ -278,7 +278,7 @@ def test_options_of_experts_are_refused_for_dense_models(options, said, tmp_path
     write_experts(folder, num_hidden_layers=2, mlp_only_layers=[0, 1])
     with pytest.raises(ConfigError, match=said):
         convert(folder, tmp_path / "out", to="hf", options=options)
-    with pytest.raises(ConfigError, match="means nothing for a DCP checkpoint"):
+    with pytest.raises(ConfigError, match="is not supported by a DCP checkpoint"):
         convert(folder, tmp_path / "out", to="dcp", options=options)
 
 

@@ -222,7 +222,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["convert", "auto", "hf", "out", "--to", "gguf"], "gguf"),
         (
             ["convert", "auto", "plain", "out", "--to", "meta", "--shard-size", "1GB"],
-            "means nothing for an original Meta release",
+            "is not supported by an original Meta release",
         ),
         (["convert", "auto", "hf", "out", "--to", "meta"], "params.json cannot express RoPE of type llama3"),
         (["convert", "dcp-to-meta", "plain", "out"], "titan convert hf-to-meta plain out"),

@@ -110,7 +110,7 @@ def test_options_of_one_format_are_refused_by_the_others(titan, folder, tmp_path
             if to in formats:
                 assert code == 0, (option, to, err)
             else:
-                assert code == 2 and f"{option.split('=')[0]} means nothing for" in err
+                assert code == 2 and f"{option.split('=')[0]} is not supported by" in err
     assert list(tmp_path.iterdir()) == []
 
 

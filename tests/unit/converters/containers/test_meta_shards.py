@@ -309,7 +309,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(tmp_path, numbers, cou
 
 
 def test_another_format_has_no_such_shards(llama3, tmp_path):
-    with pytest.raises(ConfigError, match="--num-shards means nothing for a Hugging Face checkpoint"):
+    with pytest.raises(ConfigError, match="--num-shards is not supported by a Hugging Face checkpoint"):
         convert(llama3 / "full", tmp_path / "x", to="hf", options=OutputOptions(num_shards=2))
 
 

@@ -251,9 +251,9 @@ def test_values_that_are_not_finite_are_refused_with_all_offenders(plain, tmp_pa
 def test_what_cannot_be_asked_for(plain, native, tmp_path):
     fp8 = write_fp8(tmp_path / "fp8", plain)
     refused = {
-        "means nothing for": lambda: convert(plain, tmp_path / "x", to="dcp", options=OutputOptions(quantize="fp8")),
+        "is not supported by": lambda: convert(plain, tmp_path / "x", to="dcp", options=OutputOptions(quantize="fp8")),
         "unknown quantization": lambda: out(native, tmp_path / "x", "int4"),
-        "nothing without --quantize": lambda: convert(
+        "--scales-from needs --quantize": lambda: convert(
             native, tmp_path / "x", to="hf", options=OutputOptions(scales_from=fp8)
         ),
         "its weights are not quantized": lambda: out(native, tmp_path / "x", scales_from=plain),

@@ -9,8 +9,8 @@ from trainer.checkpoints import problems as module
 from trainer.checkpoints.problems import (
     checkpoint_machine_problems,
     checkpoint_problems,
-    idle_dropout,
-    idle_export_dtype,
+    dropout_note,
+    export_dtype_note,
     initial_path,
 )
 from trainer.config.sections import Checkpoint, Model
@@ -56,9 +56,9 @@ def test_what_goes_together_is_let_through(keys):
 
 @pytest.mark.parametrize("key", ["last_save_model_only", "last_save_in_hf", "last_save_in_torchtune"])
 def test_a_dtype_that_nothing_is_exported_in_is_reported(key):
-    message = idle_export_dtype(Checkpoint(export_dtype="float16"))
+    message = export_dtype_note(Checkpoint(export_dtype="float16"))
     assert message.startswith("checkpoint.export_dtype = 'float16' has no effect") and key in message
-    assert idle_export_dtype(Checkpoint()) == idle_export_dtype(Checkpoint(export_dtype="float16", **{key: True})) == ""
+    assert export_dtype_note(Checkpoint()) == export_dtype_note(Checkpoint(export_dtype="float16", **{key: True})) == ""
 
 
 def test_where_a_run_starts_from():
@@ -81,7 +81,7 @@ def test_a_process_that_shares_memory_needs_linux(monkeypatch):
 
 def test_dropout_that_initial_weights_ask_for_is_said_to_have_no_effect():
     def message(**fields):
-        return idle_dropout(ModelInfo("llama3", None, untranslated=fields), Path("x"))
+        return dropout_note(ModelInfo("llama3", None, untranslated=fields), Path("x"))
 
     assert message() == message(attention_dropout=0.0, use_cache=False) == ""
     assert message(attention_dropout=0.1, use_cache=False).startswith(

@@ -35,7 +35,7 @@ def test_one_stage_per_rank_or_two_for_looped_schedules():
     split = split_model(Parallelism(pipeline_parallel_schedule="Interleaved1F1B"), 8, 2)
     assert split.num_stages == 4
     assert [split.stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
-    assert not split.ends_meet
+    assert not split.first_and_last_on_one_rank
 
 
 def test_the_61_layers_of_deepseek_v3_over_two_stages_of_eight_ranks():
@@ -48,7 +48,7 @@ def test_the_61_layers_of_deepseek_v3_over_two_stages_of_eight_ranks():
 
 def test_a_v_goes_there_and_back_again():
     split = split_model(Parallelism(pipeline_parallel_schedule="ZBVZeroBubble"), 8, 3)
-    assert split.ranks == (0, 1, 2, 2, 1, 0) and split.ends_meet
+    assert split.ranks == (0, 1, 2, 2, 1, 0) and split.first_and_last_on_one_rank
     assert [split.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
