@@ -92,8 +92,12 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
         problem = f"it has no settings of version {_VERSION}"
     except CheckpointError as error:
         problem = error.message
-    raise ConfigError(
-        f"{path} is not a settings file of titan infer: {problem}",
+    raise _damaged(out, problem)
+
+
+def _damaged(out: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{settings_path(out)} is not a settings file of titan infer: {problem}",
         hint=f"it must record the weights and options of the results in {out}; nothing was written",
         tries=[OTHER_OUT],
     )
@@ -154,4 +158,7 @@ def recorded_moment(out: Path | None) -> datetime | None:
         return None
     before = read_results_settings(out)
     moment = before.settings.get(_MOMENT) if before else None
-    return datetime.fromisoformat(moment) if moment else None
+    try:
+        return datetime.fromisoformat(moment) if moment else None
+    except (TypeError, ValueError):
+        raise _damaged(out, f"{_MOMENT}: {moment!r:.60} is not a time") from None

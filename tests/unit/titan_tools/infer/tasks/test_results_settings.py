@@ -252,6 +252,14 @@ def test_without_its_settings_a_file_is_not_gone_on_with(titan, hf, place, untou
         assert titan(*batch(hf, place))[0] == 2 and "out.jsonl" not in content_of(place)
 
 
+@pytest.mark.parametrize("moment", ['"yesterday"', "7"])
+def test_a_recorded_time_that_is_none_is_reported(titan, hf, place, untouched, moment):
+    path = place / "out.jsonl.settings.json"
+    path.write_text(path.read_text().replace('"time in the prompts": null', f'"time in the prompts": {moment}'))
+    code, out, err = titan(*batch(hf, place))
+    assert (code, out) == (2, "") and f"{path} is not a settings file of titan infer: time in the prompts" in err
+
+
 def test_settings_that_were_put_back_are_gone_on_with(titan, hf, made, place):
     path = place / "out.jsonl.settings.json"
     (place / "out.jsonl").rename(place / "moved.jsonl")
