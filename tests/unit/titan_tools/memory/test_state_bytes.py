@@ -29,7 +29,7 @@ THOROUGH = [
     ("llama3_8b_float8", 8, ""),
     ("qwen3_32b", 64, f"{TP}=8 {SAMPLES}=4"),
     ("qwen3_32b", 8, f"--model.flavor=30B-A3B {EP}=8 {SHORT}"),
-    ("llama3_8b", 512, f"--model.name=deepseek_v3 --model.flavor=671B {EP}=32 {SHORT}"),
+    ("llama3_8b", 256, f"--model.name=deepseek_v3 --model.flavor=671B {EP}=32 {SHORT}"),
     ("llama3_8b", 8, f"--model.name=gpt_oss --model.flavor=20b {EP}=2 {SHORT}"),
     (
         "llama3_8b",
