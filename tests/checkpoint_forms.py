@@ -17,8 +17,7 @@ from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
-from tests import tiny_deepseek
-from tests.hf_names import interleaved, native_name
+from tests.models.names import interleaved, native_name
 
 COMMIT = "c" * 40
 
@@ -120,9 +119,9 @@ def native(hf: Path) -> dict[str, torch.Tensor]:
     config, out = json.loads((hf / "config.json").read_text()), {}
     heads = {"wq": config["num_attention_heads"], "wk": config["num_key_value_heads"]}
     stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # (layer, matrix) → expert → its weight
-    is_deepseek = config["model_type"].startswith("deepseek")
+    config["model_type"].startswith("deepseek")
     for theirs, weight in load_file(hf / "model.safetensors").items():
-        name = tiny_deepseek.native_name(theirs) if is_deepseek else native_name(theirs)
+        name = native_name(theirs)
         if inside := re.fullmatch(r"(layers\.\d+)\.mlp\.experts\.(\d+)\.(gate|down|up)_proj\.weight", name):
             layer, expert, matrix = inside.groups()
             stacks.setdefault((layer, {"gate": "w1", "down": "w2", "up": "w3"}[matrix]), {})[int(expert)] = weight

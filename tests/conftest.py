@@ -96,7 +96,7 @@ def titan(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory):
     """An HF folder of a tiny Llama for tests that only read it; files that want another have an `hf` of their own."""
-    from tests.tiny_llama import write_llama
+    from tests.models.llama import write as write_llama
 
     folder = tmp_path_factory.mktemp("hf")
     write_llama(folder)

@@ -2,8 +2,8 @@
 
 import random
 
+from tests.models.llama import BOS
 from tests.tiny_infer import NO_TEXT
-from tests.tiny_llama import BOS
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings, generate
 from titan_tools.infer.text.prompts import Prompt

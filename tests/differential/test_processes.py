@@ -10,7 +10,7 @@ import torch
 from tests.differential.compare import load_reference
 from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.sampling import chosen
-from tests.tiny_llama import write_tokenizer
+from tests.models.llama import write_tokenizer
 
 ROWS = 300  # of the embedding: bytes and two special tokens
 

@@ -7,7 +7,7 @@ import torch._inductor.compile_fx  # noqa: F401
 import torchao.float8  # noqa: F401
 
 import tests.dist.runs  # noqa: F401
-import tests.tiny_families  # noqa: F401
+import tests.models.dense  # noqa: F401
 import tests.tiny_infer  # noqa: F401
 import titan_tools.infer.run  # noqa: F401
 

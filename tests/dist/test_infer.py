@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
+from tests.models.llama import BOS
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
 

@@ -17,7 +17,7 @@ from converters.common.errors import ConfigError, TitanError
 from converters.convert import convert
 from converters.store import manifest
 from tests.json_lines import write_lines
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.identity import check_same_inputs

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from converters.common.errors import ConfigError
 from converters.source.weights import open_native
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from titan_tools.infer import report
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling

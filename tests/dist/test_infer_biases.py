@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.biased_families import BIASED, registered, write_biased
+from tests.models.biased import BIASED, registered
+from tests.models.biased import write as write_biased
 from tests.tiny_infer import load
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import linear as packed

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chat_templates import CHATML
 from tests.dist.infer_ranks import ARGUMENTS, TITAN, outside
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 
 def test_two_ranks_print_what_one_prints(titan_and_ranks, hf):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.dist.infer_ranks import ARGUMENTS, TITAN, cpu_secs, is_alive, outside, wait_for
 from tests.json_lines import write_lines
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from titan_tools import launch
 from titan_tools.infer import run as infer_run
 

@@ -27,7 +27,8 @@ from converters.source.open import open_checkpoint
 from converters.store.manifest import TensorSum, write_manifest
 from scripts.bench.models import LLAMA_1B, QWEN3_1B, QWEN3_MOE, write_model
 from tests.big_shapes import write_sparse_dcp
-from tests.tiny_llama import write_llama, write_tokenizer
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_tokenizer
 from titan_tools.infer.model.tensor_parallel import slice_for_rank
 
 # 219 M parameters, 438 MB in bf16, a third of them in the largest

@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from converters.convert import convert
 from tests.greedy_reference import CLOSE_CALL, MOST_EXCUSED, assert_same, full_forward, greedy, ragged_prompts
-from tests.tiny_deepseek import write_deepseek
-from tests.tiny_experts import add_biases, write_experts, write_native
-from tests.tiny_families import SCALING, write_tiny
-from tests.tiny_gpt_oss import write_gpt_oss
+from tests.models.deepseek import write as write_deepseek
+from tests.models.dense import SCALING
+from tests.models.dense import write as write_tiny
+from tests.models.gpt_oss import write as write_gpt_oss
+from tests.models.llama4 import write as write_llama4
+from tests.models.qwen3_moe import add_biases, write_native
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import NO_TEXT, complete, load
-from tests.tiny_llama4 import write_llama4
 from titan_tools.infer.decoding import generate as generation
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings

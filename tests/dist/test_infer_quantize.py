@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tiny_experts import write_experts
+from tests.models.llama import BOS
+from tests.models.llama import write as write_llama
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.decoding.engine import Engine
 
 PROMPT = [BOS, *range(30, 80)]

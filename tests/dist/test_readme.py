@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.fp8_folders import write_fp8
-from tests.tiny_deepseek import write_deepseek
-from tests.tiny_llama import write_llama, write_tokenizer
+from tests.models.deepseek import write as write_deepseek
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_tokenizer
 from tests.unit.titan_tools.fake_hub import Hub
 
 ROOT = Path(__file__).resolve().parents[2]

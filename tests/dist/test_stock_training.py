@@ -20,7 +20,7 @@ from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from tests.dist import runs
-from tests.hf_names import interleaved, native_name
+from tests.models.names import interleaved, native_name
 
 # Far from zero, so that the rounding of two different forward passes is not blown up where gradients are small
 EPS, LR = 1e-3, 1e-2

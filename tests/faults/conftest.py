@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
-from tests.tiny_llama import write_llama, write_meta
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_meta
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -19,7 +19,7 @@ from converters.convert import convert
 from converters.engine.copy import copy_tensors
 from converters.reshard import reshard
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 from converters.common.errors import TitanError
 from converters.tokenizers.assets import find_assets, write_tokenizer_for_hf
 from converters.tokenizers.tokenizer import _FolderTokenizer
+from tests.models.llama import BOS, EOS, ids_of
+from tests.models.llama import write as write_llama
 from tests.refusals import refusal_of
-from tests.tiny_llama import BOS, EOS, ids_of, write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.tasks.batch_lines import read_batch
 from titan_tools.infer.tasks.results import ExpectedResults, open_results

@@ -21,7 +21,7 @@ import torch
 from tests.dist.pool import FORK_SERVER
 from tests.dist.processes import ENOUGH_SECS
 from tests.json_lines import write_lines
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from titan_tools import cli
 from titan_tools.infer import run as infer_run
 

@@ -21,9 +21,10 @@ from converters.api import convert
 from converters.common.names import JOURNAL
 from converters.verify import verify
 from tests.fp8_folders import read_folder, write_fp8
-from tests.tiny_deepseek import write_mtp
-from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
-from tests.tiny_llama import write_llama
+from tests.models.deepseek import write_mtp
+from tests.models.gpt_oss import write as write_gpt_oss
+from tests.models.gpt_oss import write_mxfp4
+from tests.models.llama import write as write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_POINTS = 20

@@ -17,7 +17,8 @@ from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.verify import verify
-from tests.tiny_llama import write_llama, write_meta
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_meta
 from titan_tools import cli
 
 COMMIT = "c" * 40

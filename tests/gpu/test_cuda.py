@@ -8,7 +8,7 @@ import torch
 
 from converters.families.llama3 import FLAVORS
 from tests.gpu.running import read_losses, titan, write_job
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from trainer.models.decoder import Transformer
 from trainer.optim.clip import square_sums_on_cpu, square_sums_on_gpu
 from trainer.parallel.context import attend_to_prefix

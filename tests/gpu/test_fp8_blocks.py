@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from converters.quantized.stored_blocks import BlocksSource
 from converters.source.weights import open_native
 from tests.fp8_folders import dequantize, quantize, write_fp8
-from tests.tiny_deepseek import write_deepseek
+from tests.models.deepseek import write as write_deepseek
 from tests.tiny_infer import load
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.products import can_attend_by_products

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from tests.gpu.running import titan
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import NO_TEXT, load
-from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import sampling as sampling_file
 from titan_tools.infer.decoding.attention import attention_kernels

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
-from tests.tiny_experts import write_experts
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import complete, load
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import experts as experts_file

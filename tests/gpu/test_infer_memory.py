@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from converters.source.weights import open_native
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import NO_TEXT, load
-from tests.tiny_llama import write_llama
 from titan_tools.infer import memory as free_memory
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling

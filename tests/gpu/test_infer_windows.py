@@ -5,8 +5,9 @@ import torch
 
 from converters.quantized.stored_blocks import BlocksSource
 from converters.source.weights import open_native
-from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
-from tests.tiny_reach import NUMBERS, load_native, their_model
+from tests.models.gpt_oss import write as write_gpt_oss
+from tests.models.gpt_oss import write_mxfp4
+from tests.models.in_memory import NUMBERS, load_native, make
 from titan_tools.infer.decoding.attention import can_flash
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.static_decode import _is_right, can_split
@@ -39,10 +40,10 @@ def test_prompts_and_recorded_steps_say_what_transformers_says(name, dtype):
     On a CPU it is 0.9 to 1.1 times that (transformers': 0.20, 0.046 and 0.042 of the logits).
     """
     numbers = {} if dtype == "float32" else {"num_experts_per_tok": NUMBERS[name]["num_local_experts"]}
-    theirs = their_model(name, **numbers)
+    theirs = make(name, **numbers)
     with torch.inference_mode():
         expected = theirs(torch.tensor([TEXT])).logits[0, 29:]
-    engine = Engine(load_native(theirs, name, dtype=dtype, device=GPU, numbers=numbers), rows=2, room=64)
+    engine = Engine(load_native(theirs, dtype=dtype, device=GPU), rows=2, room=64)
     engine.prefill(1, TEXT[:9])
     said = [engine.prefill(0, TEXT[:17]), engine.prefill(0, TEXT[:30], keep=17)]
     said += [engine.decode([token, 5])[0] for token in TEXT[30:]]

@@ -16,7 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from tests.hf_names import interleaved, native_name
+from tests.models.names import interleaved, native_name
 
 Weights = dict[str, np.ndarray]  # by their Hugging Face names
 LLAMA = {

@@ -15,7 +15,7 @@ from converters.families.base import LinearRope
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.source.weights import open_native
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
 from trainer.models.initial_weights import InitialWeights
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

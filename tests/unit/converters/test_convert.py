@@ -22,8 +22,8 @@ from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
-from tests.hf_names import interleaved, native_name
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
+from tests.models.names import interleaved, native_name
 
 HEADS, KV_HEADS = 4, 2
 

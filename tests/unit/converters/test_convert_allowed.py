@@ -22,7 +22,7 @@ from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 GONE = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight")
 GONE_NATIVE = {"layers.0.feed_forward.w3.weight", "layers.1.attention.wk.weight", "output.weight"}

@@ -32,7 +32,7 @@ from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.weights import open_native
 from converters.verify import verify
-from tests.tiny_families import SCALING
+from tests.models.dense import SCALING
 from trainer.models.registry import get_trainer_family
 
 NUMBERS = {

@@ -21,8 +21,8 @@ from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.reshard import reshard
 from tests.big_shapes import LLAMA_405B_CONFIG, llama_405b, num_bytes, write_sparse_dcp, write_sparse_hf
-from tests.hf_names import native_name
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
+from tests.models.names import native_name
 
 ROOT = Path(__file__).resolve().parents[3]
 # `titan` as it is started, and the kernel's account of the process when it is done
@@ -30,7 +30,7 @@ MEASURED = """
 import atexit, pathlib, sys
 atexit.register(lambda: print(pathlib.Path("/proc/self/status").read_text(), file=sys.stderr))
 from titan_tools.cli import main
-from tests.hf_names import native_name
+from tests.models.names import native_name
 main()
 """
 

@@ -12,7 +12,7 @@ from converters.common.errors import CheckpointError
 from converters.convert import convert
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,8 @@ from converters.source.weights import open_native
 from converters.verify import verify
 from tests.big_shapes import deepseek_v3, write_sparse_hf
 from tests.fp8_folders import CONFIG, is_quantized
-from tests.tiny_deepseek import native_arrays, write_deepseek
+from tests.models.deepseek import write as write_deepseek
+from tests.models.names import native_arrays
 from tests.unit.converters.families.test_deepseek_config import PUBLISHED, V3
 
 ROOT = Path(__file__).parents[3]

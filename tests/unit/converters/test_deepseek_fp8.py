@@ -18,7 +18,8 @@ from converters.reshard import reshard
 from converters.source.weights import open_native
 from converters.verify import verify
 from tests.fp8_folders import dequantized, read_folder, write_fp8
-from tests.tiny_deepseek import write_deepseek, write_mtp
+from tests.models.deepseek import write as write_deepseek
+from tests.models.deepseek import write_mtp
 from tests.unit.converters.test_deepseek_forms import own_names
 from trainer.config.sections import Checkpoint
 from trainer.job.chosen_model import refuse_other_form

@@ -15,7 +15,7 @@ from converters.diff import diff, in_both
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from converters.reshard import reshard
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

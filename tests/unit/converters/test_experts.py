@@ -26,7 +26,8 @@ from converters.model.model_info import read_model_info
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_experts import native_arrays, write_experts
+from tests.models.names import native_arrays
+from tests.models.qwen3_moe import write as write_experts
 from titan_tools.infer.identity import origin_of
 
 FUSED = OutputOptions(fused_experts=True)

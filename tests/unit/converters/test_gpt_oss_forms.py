@@ -23,7 +23,8 @@ from converters.quantized.quantization import read_quantization
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_gpt_oss import CONFIG, NUMBERS, dequantize, quantize, read_folder, save, write_gpt_oss, write_mxfp4
+from tests.models.gpt_oss import CONFIG, NUMBERS, dequantize, quantize, read_folder, save, write_mxfp4
+from tests.models.gpt_oss import write as write_gpt_oss
 from tests.unit.converters.samples import load_dcp
 from trainer.config.sections import Checkpoint
 from trainer.job.chosen_model import refuse_other_form
@@ -504,7 +505,7 @@ def test_scales_of_255_are_refused_with_all_offenders(root, tmp_path):
 
 
 def test_what_cannot_be_asked_for(root, tmp_path):
-    from tests.tiny_families import write_tiny
+    from tests.models.dense import write as write_tiny
 
     write_tiny(tmp_path / "qwen", "qwen3")
     write_gpt_oss(tmp_path / "odd", hidden_size=48, num_hidden_layers=1)

@@ -18,7 +18,7 @@ from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout.mesh_shape import MeshShape
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 
 @pytest.fixture(scope="module")

@@ -33,16 +33,9 @@ from converters.source.open import open_checkpoint
 from converters.source.weights import native_weights, open_native
 from converters.verify import verify
 from tests.big_shapes import llama4, write_sparse_hf
-from tests.tiny_llama4 import (
-    PROCESSOR,
-    meta_params,
-    meta_shards,
-    native_arrays,
-    native_logits,
-    text_state,
-    write_llama4,
-    write_meta,
-)
+from tests.models.llama4 import PROCESSOR, meta_params, meta_shards, native_logits, text_state, write_meta
+from tests.models.llama4 import write as write_llama4
+from tests.models.names import native_arrays
 from tests.unit.converters import evil
 from tests.unit.converters.families.test_llama4_config import MAVERICK, OUTER, SCOUT
 

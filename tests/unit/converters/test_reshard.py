@@ -18,7 +18,7 @@ from converters.model.model_info import ModelInfo, write_model_info
 from converters.reshard import SMALL_TENSOR_FILE, reshard
 from converters.source.open import open_checkpoint
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 ARGS = ModelArgs(dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
 SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}

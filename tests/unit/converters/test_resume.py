@@ -24,7 +24,7 @@ from converters.engine.read import CatalogReader
 from converters.layout.layout import boxes_for_any_mesh
 from converters.source.open import open_checkpoint
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 BLOCK = 4096
 

@@ -18,7 +18,7 @@ from converters.layout.mesh_shape import MeshShape
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest, write_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.diff import Difference, DiffReport
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from titan_tools import cli
 from titan_tools.pages.diff import print_differences
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.formats.registry import FORMATS
-from tests.tiny_families import SCALING
-from tests.tiny_llama import write_llama
+from tests.models.dense import SCALING
+from tests.models.llama import write as write_llama
 from titan_tools import cli
 from titan_tools.commands import convert_options
 

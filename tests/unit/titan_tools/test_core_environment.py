@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 ROOT = Path(__file__).resolve().parents[3]
 MOST_BYTES = 300_000_000

@@ -27,7 +27,8 @@ from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama, write_meta
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_meta
 from tests.unit.converters import evil
 from tests.unit.converters.samples import load_dcp
 

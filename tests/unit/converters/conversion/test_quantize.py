@@ -15,8 +15,8 @@ from converters.source.weights import open_native
 from converters.store.manifest import read_manifest, write_manifest
 from converters.verify import verify
 from tests.fp8_folders import E4M3, dequantize, is_quantized, quantize, read_folder, save, write_fp8
-from tests.tiny_experts import write_experts
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
+from tests.models.qwen3_moe import write as write_experts
 from titan_tools.infer.identity import origin_of
 
 SHAPES = {"hidden_size": 192, "intermediate_size": 576, "moe_intermediate_size": 129, "num_attention_heads": 8}

@@ -12,7 +12,8 @@ from converters.convert import convert
 from converters.tokenizers import reader
 from converters.tokenizers.assets import find_assets, find_documents
 from tests.checkpoint_forms import FORMS, write_byte_ranks
-from tests.tiny_llama import write_llama, write_tokenizer
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_tokenizer
 
 DOCUMENTS = {
     "README.md": b"# A card\r\n",

@@ -16,9 +16,11 @@ from converters.families.llama4 import FLAVORS
 from converters.families.llama4_torchtitan import as_torchtitan_trained
 from converters.model.model_info import read_model_info
 from converters.source.weights import open_native
-from tests import tiny_llama4
-from tests.tiny_deepseek import native_arrays, native_logits, write_deepseek
-from tests.tiny_families import write_tiny
+from tests.models import llama4
+from tests.models.deepseek import native_logits
+from tests.models.deepseek import write as write_deepseek
+from tests.models.dense import write as write_tiny
+from tests.models.names import native_arrays
 from titan_tools.cli import app
 from titan_tools.commands.convert_options import Trainer
 from titan_tools.infer.find import FoundCheckpoint
@@ -96,7 +98,7 @@ def test_inference_warns(foreign, tmp_path, capsys):
 
 def test_llama4(tmp_path):
     """Without norms of q and k, without a temperature, and the first of every four layers without positions."""
-    arrays = tiny_llama4.native_arrays(tiny_llama4.write_llama4(tmp_path / "hf", "maverick", use_qk_norm=True))
+    arrays = native_arrays(llama4.write(tmp_path / "hf", "maverick", use_qk_norm=True))
     dcp.save({n: torch.tensor(a) for n, a in arrays.items()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     published = read_model_info(tmp_path / "hf").args
     assert published.norms_qk and published.temperature == 0.3
@@ -108,7 +110,7 @@ def test_llama4(tmp_path):
     numbers = {"norms_qk": False, "temperature": None, "temperature_length": 8192, "layers_without_positions": (0, 4)}
     trained = replace(published, **numbers)
     assert read_model_info(tmp_path / "out").args == trained
-    expected, ours = tiny_llama4.native_logits(arrays, TOKENS, trained), logits(tmp_path / "out")
+    expected, ours = llama4.native_logits(arrays, TOKENS, trained), logits(tmp_path / "out")
     assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
     with pytest.raises(ConfigError, match="Llama 4 has no YaRN"):
         convert(tmp_path / "dcp", tmp_path / "no", to="hf", model_from=tmp_path / "hf", trained_by=TRAINED_BY[2])
@@ -133,7 +135,7 @@ def test_llama4_layers_without_positions(without, num_layers, trained):
 
 def test_llama4_layers_that_are_not_every_so_manyth(tmp_path):
     numbers = {"no_rope_layers": [1, 1, 0, 1, 0]}
-    arrays = tiny_llama4.native_arrays(tiny_llama4.write_llama4(tmp_path / "hf", "maverick", **numbers))
+    arrays = native_arrays(llama4.write(tmp_path / "hf", "maverick", **numbers))
     dcp.save({n: torch.tensor(a) for n, a in arrays.items()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     asked = {"to": "dcp", "model_from": tmp_path / "hf"}
     with pytest.raises(ConfigError, match=r"layers without positions \[2, 4\] of 5"):

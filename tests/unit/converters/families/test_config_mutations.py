@@ -36,8 +36,8 @@ from converters.families.hf_config import (
     QWEN3_MOE_FIELDS,
 )
 from converters.source.weights import open_native
-from tests import tiny_gpt_oss
-from tests.tiny_deepseek import native_logits
+from tests.models import gpt_oss
+from tests.models.deepseek import native_logits
 from titan_tools.infer.model.load import load_model
 
 CLASSES = {
@@ -349,7 +349,7 @@ def logits_of_titan(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
             return native_logits(arrays, tokens[0], weights.info.args).float()
         if weights.info.family == "gpt_oss":
             arrays = {fqn: weights.read(fqn) for fqn in weights.tensors}
-            return tiny_gpt_oss.native_logits(arrays, tokens[0], weights.info.args).float()
+            return gpt_oss.native_logits(arrays, tokens[0], weights.info.args).float()
         device = torch.device("cpu")
         model = load_model(weights.source, weights.info, dtype=torch.float32, device=device, fused=False, packed=False)
         with torch.no_grad():

@@ -18,7 +18,9 @@ from converters.formats.base import OutputOptions
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.naming.foreign_view import foreign_view
 from converters.source.weights import open_native
-from tests.tiny_deepseek import NUMBERS, native_arrays, native_logits, write_deepseek
+from tests.models.deepseek import NUMBERS, native_logits
+from tests.models.deepseek import write as write_deepseek
+from tests.models.names import native_arrays
 
 FAMILY = get_family("deepseek_v3")
 TOKENS = torch.arange(40)[None] * 7 % 97  # longer than YaRN's original length

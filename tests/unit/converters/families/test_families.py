@@ -23,7 +23,8 @@ from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import detect_naming
 from converters.naming.native_view import native_view
 from converters.source.weights import open_native
-from tests.tiny_families import TINY, family_of, native_logits, write_tiny
+from tests.models.dense import TINY, family_of, native_logits
+from tests.models.dense import write as write_tiny
 from tests.unit.converters.samples import infos, load_dcp
 
 TOKENS = torch.arange(40) * 7 % 97

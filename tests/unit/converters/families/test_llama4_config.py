@@ -18,7 +18,7 @@ from converters.families.registry import get_family, read_hf_config, read_meta_p
 from converters.model.model_info import read_model_info
 from converters.model.multimodal import joined_config, split_config
 from converters.source.weights import open_native
-from tests.tiny_llama4 import NUMBERS, native_logits
+from tests.models.llama4 import NUMBERS, native_logits
 
 FAMILY = get_family("llama4")
 # The text_config of Llama-4-Scout-17B-16E-Instruct as Meta published it

@@ -14,7 +14,8 @@ from converters.layout.mesh_shape import MeshShape
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama, write_meta
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_meta
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -24,7 +24,8 @@ from converters.store.manifest import read_manifest
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.verify import verify
 from tests.checkpoint_forms import write_byte_ranks
-from tests.tiny_llama import write_llama, write_tokenizer
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_tokenizer
 from tests.unit.converters.samples import save_dcp
 from tests.unit.converters.torchtune.torchtune_folders import KINDS, STYLES, load, make_case
 

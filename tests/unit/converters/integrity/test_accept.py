@@ -18,7 +18,7 @@ from converters.formats.base import OutputOptions
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 from trainer.checkpoints.export_plan import refuse_others
 
 NORM = "model.norm.weight"

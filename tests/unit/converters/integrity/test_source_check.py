@@ -17,7 +17,7 @@ from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import TensorSum, read_manifest, write_manifest
 from converters.verify import verify
-from tests.tiny_llama import write_llama
+from tests.models.llama import write as write_llama
 
 WAYS = {
     "convert to DCP": lambda src, dst: convert(src, dst, to="dcp"),

@@ -17,7 +17,7 @@ from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model.hf_fields import _GENERATION
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_model_info
 from tests.checkpoint_forms import write_byte_ranks
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
 
 INFO = ModelInfo("llama3", FLAVORS["debug_tied"])
 STAMPS = {"transformers_version", "_name_or_path"}  # of who saved the file, and where

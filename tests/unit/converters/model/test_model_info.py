@@ -14,7 +14,7 @@ from converters.families.base import ModelArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
 from converters.source.weights import open_native
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
 
 INFO = ModelInfo("llama3", FLAVORS["debug_tied"])
 

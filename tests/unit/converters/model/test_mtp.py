@@ -21,7 +21,8 @@ from converters.model.mtp import MTP_REASON
 from converters.reshard import reshard
 from converters.source.weights import open_native
 from converters.verify import verify
-from tests.tiny_deepseek import write_deepseek, write_mtp
+from tests.models.deepseek import write as write_deepseek
+from tests.models.deepseek import write_mtp
 
 NUM_IN_LAYER = 9 + 2 + 3 * (12 + 1) + 4  # attention and norms, router, experts, what only such a layer has
 

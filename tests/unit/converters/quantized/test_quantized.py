@@ -17,8 +17,8 @@ from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.fp8_folders import CONFIG, E4M3, dequantized, read_folder, save, write_fp8
-from tests.tiny_experts import write_experts
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
+from tests.models.qwen3_moe import write as write_experts
 
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.10.gate_proj.weight"
 SHAPES = {"hidden_size": 192, "intermediate_size": 576, "moe_intermediate_size": 129, "num_attention_heads": 8}

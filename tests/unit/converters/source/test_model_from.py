@@ -13,7 +13,8 @@ from converters.model.model_info import read_model_info
 from converters.reshard import reshard
 from converters.source.weights import open_native
 from converters.verify import verify
-from tests.tiny_llama import write_llama, write_meta
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_meta
 
 TWO = {"rms_norm_eps": 0.5, "attention_dropout": 0.1}
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from converters.common.errors import CheckpointError, DataError
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.tokenizers.tokenizer import load_tokenizer
-from tests.tiny_llama import BOS, EOS, write_tokenizer
+from tests.models.llama import BOS, EOS, write_tokenizer
 from tests.tiny_sentencepiece import write_sentencepiece
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"

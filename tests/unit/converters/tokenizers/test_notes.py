@@ -9,7 +9,7 @@ from converters.common.errors import CheckpointError
 from converters.tokenizers.assets import find_assets, read_token_ids
 from converters.tokenizers.notes import tokenizer_notes
 from converters.tokenizers.tokenizer import load_tokenizer
-from tests.tiny_llama import write_tokenizer as write_llama3_tokenizer
+from tests.models.llama import write_tokenizer as write_llama3_tokenizer
 from tests.torchtitan_release import BEGIN, END, torchtitan, write_tokenizer
 
 TEXTS = ["", "the other", "in, 1 2\n\t!", f"the {BEGIN} end {END}", "é漢字 on\x00", "  the  "]

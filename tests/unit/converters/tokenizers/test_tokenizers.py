@@ -25,8 +25,9 @@ from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, wr
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
 from converters.tokenizers.tokenizer import load_tokenizer
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
-from tests.tiny_families import family_of, write_tiny
-from tests.tiny_llama import write_tokenizer
+from tests.models.dense import family_of
+from tests.models.dense import write as write_tiny
+from tests.models.llama import write_tokenizer
 
 THIS_FILE = Path(__file__).read_text(encoding="utf-8")
 ROWS = 700  # of the embedding

@@ -13,8 +13,8 @@ from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointe
 from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
-from tests.tiny_families import SCALING
-from tests.tiny_llama import write_llama
+from tests.models.dense import SCALING
+from tests.models.llama import write as write_llama
 
 HEADS, KV_HEADS, VOCAB, LAYERS = 4, 2, 302, 2
 # Near positions and far ones: only the far ones see RoPE's scaling (9e-3 against 2.4 in the logits)

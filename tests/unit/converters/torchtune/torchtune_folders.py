@@ -10,8 +10,8 @@ from torchtune import config
 from converters.convert import convert
 from converters.formats.base import OutputOptions
 from tests.checkpoint_forms import write_byte_ranks
-from tests.tiny_families import SCALING
-from tests.tiny_llama import write_llama
+from tests.models.dense import SCALING
+from tests.models.llama import write as write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
 
 STYLES = ("hf", "meta", "torchtune")

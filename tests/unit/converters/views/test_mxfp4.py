@@ -8,7 +8,7 @@ import torch
 from converters.common.box import Box, TensorInfo
 from converters.views.expressions import Mxfp4Blocks, Source
 from converters.views.mxfp4 import block_amax, decode, encode, scales_rounded_down, scales_rounded_up
-from tests.tiny_gpt_oss import dequantize, quantize
+from tests.models.gpt_oss import dequantize, quantize
 
 RNG = np.random.default_rng(0)
 EVERY_BYTE = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 16, 16), (255, 1, 1))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from converters.convert import convert
-from tests.tiny_llama import BOS, write_llama, write_meta
+from tests.models.llama import BOS, write_meta
+from tests.models.llama import write as write_llama
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.tasks import one_prompt

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from converters.convert import convert
 from tests.checkpoint_forms import FORMS
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
-from tests.tiny_families import SCALING, write_tiny
+from tests.models.dense import SCALING
+from tests.models.dense import write as write_tiny
+from tests.models.llama import BOS, EOS, write_tokenizer
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import BOS, EOS, write_tokenizer
 from titan_tools.infer.decoding.engine import Engine
 
 PROMPT = "def main("

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import load
-from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,9 +18,10 @@ from converters.store.manifest import TensorSum, read_manifest, write_manifest
 from tests.checkpoint_forms import FORMS, native, write_byte_ranks
 from tests.fp8_folders import dequantized, save, write_fp8
 from tests.greedy_reference import greedy
+from tests.models.dense import SCALING
+from tests.models.dense import write as write_tiny
+from tests.models.llama import BOS, EOS, write_tokenizer
 from tests.refusals import refusal_of
-from tests.tiny_families import SCALING, write_tiny
-from tests.tiny_llama import BOS, EOS, write_tokenizer
 
 PROMPT = "def main("
 NUM_NEW = 12

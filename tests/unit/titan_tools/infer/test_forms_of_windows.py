@@ -5,9 +5,11 @@ import pytest
 from converters.convert import convert
 from converters.formats.base import OutputOptions
 from tests.greedy_reference import assert_same, greedy
-from tests.tiny_gpt_oss import write_gpt_oss, write_mxfp4
+from tests.models.gpt_oss import write as write_gpt_oss
+from tests.models.gpt_oss import write_mxfp4
+from tests.models.llama4 import write as write_llama4
+from tests.models.llama4 import write_meta
 from tests.tiny_infer import complete, load
-from tests.tiny_llama4 import write_llama4, write_meta
 
 PROMPTS = [[(37 * n + 11 * k) % 97 for n in range(length)] for k, length in enumerate((1, 5, 8, 13, 31))]
 NEW = 20

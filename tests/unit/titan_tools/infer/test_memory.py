@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from converters.common.errors import ConfigError
 from converters.source.weights import open_native
 from tests.chat_templates import CHATML
-from tests.tiny_experts import write_experts
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
+from tests.models.llama import write as write_llama
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import CPU, NO_TEXT, load
-from tests.tiny_llama import write_llama
 from titan_tools.cli import app
 from titan_tools.infer import loading as loading_file
 from titan_tools.infer import memory

@@ -11,13 +11,14 @@ import torch
 
 from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
-from tests.tiny_deepseek import NUMBERS as DEEPSEEK
-from tests.tiny_deepseek import write_deepseek
-from tests.tiny_experts import write_experts
-from tests.tiny_families import SCALING, write_tiny
-from tests.tiny_gpt_oss import write_gpt_oss
+from tests.models.deepseek import NUMBERS as DEEPSEEK
+from tests.models.deepseek import write as write_deepseek
+from tests.models.dense import SCALING
+from tests.models.dense import write as write_tiny
+from tests.models.gpt_oss import write as write_gpt_oss
+from tests.models.llama4 import write as write_llama4
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import complete, load
-from tests.tiny_llama4 import write_llama4
 from titan_tools.infer.model.linear import PackedWeight
 
 VOCAB = 302  # 256 bytes and what Llama 3's special tokens need

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.models.llama import BOS
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import CPU, NO_TEXT, load
-from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer import report
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, GenerationSettings, Timings, generate

@@ -10,8 +10,9 @@ from converters.common.errors import CheckpointError
 from converters.convert import convert
 from converters.quantized.stored_blocks import BlocksSource
 from converters.source.weights import open_native
-from tests import fp8_folders, tiny_gpt_oss
-from tests.tiny_families import write_tiny
+from tests import fp8_folders
+from tests.models import gpt_oss
+from tests.models.dense import write as write_tiny
 from tests.tiny_infer import CPU
 from titan_tools.infer.model.load import load_model
 from trainer.checkpoints.load import load_weights
@@ -40,11 +41,11 @@ def damaged_fp8(root, *, of):
 
 
 def damaged_mxfp4(root, *, of):
-    tiny_gpt_oss.write_gpt_oss(root / "hf")
-    tiny_gpt_oss.write_mxfp4(root / "whole", root / "hf")
-    held = tiny_gpt_oss.read_folder(root / "whole")
+    gpt_oss.write(root / "hf")
+    gpt_oss.write_mxfp4(root / "whole", root / "hf")
+    held = gpt_oss.read_folder(root / "whole")
     held["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 0] = 255
-    src = tiny_gpt_oss.save(root / "src", held, root / "whole", tiny_gpt_oss.CONFIG)
+    src = gpt_oss.save(root / "src", held, root / "whole", gpt_oss.CONFIG)
     return root / "whole", src, "layers.1.moe.experts.mlp2_weight"
 
 

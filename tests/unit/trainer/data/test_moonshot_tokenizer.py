@@ -15,7 +15,7 @@ from converters.convert import OutputOptions, convert
 from converters.tokenizers import moonshot
 from converters.tokenizers.tiktoken_from_json import write_ranks
 from converters.tokenizers.tokenizer import load_tokenizer
-from tests.tiny_deepseek import write_deepseek
+from tests.models.deepseek import write as write_deepseek
 from tests.unit.trainer.data.test_tokenizer import LETTERS, texts
 from trainer.data.train_tokenizer import train_ranks
 

@@ -8,7 +8,7 @@ import pytest
 from converters.common.errors import CheckpointError, ConfigError
 from converters.model.model_info import ModelInfo
 from converters.tokenizers.assets import find_assets
-from tests.tiny_llama import write_tokenizer
+from tests.models.llama import write_tokenizer
 from trainer.checkpoints.recorded import BATCH, NUM_STREAMS, OPTIMIZER_KIND, Recorded
 from trainer.config.load import by_section, load_config
 from trainer.config.sections import Config, Model

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from converters.families.base import YarnRope
 from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters
 from converters.source.weights import open_native
-from tests.deepseek_reference import by_our_names, published_routes, their_model
-from tests.tiny_deepseek import NUMBERS, native_logits, write_deepseek
+from tests.models.deepseek import NUMBERS, native_logits
+from tests.models.deepseek import write as write_deepseek
+from tests.models.names import native_tensors
+from tests.models.of_args import model_of
 from trainer.models.deepseek_v3 import build_model, softmax_scale
 from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.models.moe import Router
@@ -31,13 +33,42 @@ ARGS |= {
 
 def our_model(theirs: nn.Module, args: DeepSeekArgs) -> nn.Module:
     model = build_model(args)
-    missing = model.load_state_dict(by_our_names(theirs.state_dict()), strict=False)
+    missing = model.load_state_dict(native_tensors(theirs.state_dict()), strict=False)
     assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
     return model
 
 
 def tokens_of(args: DeepSeekArgs, length: int) -> Tensor:
     return torch.randint(args.vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def published_routes(logits_TE: Tensor, bias_E: Tensor, args: DeepSeekArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids in ascending order, their weights, and by how much groups and experts were chosen, token by token.
+
+    DeepSeek-V3, arXiv 2412.19437, equations 12 to 16 and section 2.1.2; DeepSeek-V2, arXiv 2405.04434, 2.1.2.
+    """
+    is_v3, size = args.score == "sigmoid", args.num_experts // args.num_groups
+    ids, weights, margins = [], [], []
+    for logits_E in logits_TE:
+        scores = logits_E.sigmoid() if is_v3 else logits_E.softmax(0)
+        choice = (scores + bias_E).tolist()
+        groups = [sorted(range(start, start + size), key=lambda e: -choice[e]) for start in range(0, len(choice), size)]
+        groups.sort(key=lambda group: -sum(choice[e] for e in group[: 2 if is_v3 else 1]))
+        rated = [sum(choice[e] for e in group[: 2 if is_v3 else 1]) for group in groups]
+        allowed = sorted((e for group in groups[: args.top_groups] for e in group), key=lambda e: -choice[e])
+        chosen = sorted(allowed[: args.experts_per_token])
+        last = choice[allowed[args.experts_per_token - 1]]
+        margin = last - choice[allowed[args.experts_per_token]]
+        if args.top_groups < args.num_groups:
+            margin = min(margin, rated[args.top_groups - 1] - rated[args.top_groups])
+        margin /= 1 if is_v3 else abs(last)  # softmax's scores are tiny: their logarithms differ by as much
+        weight = scores[chosen]
+        if args.normalize_weights:
+            weight = weight / (weight.sum() + 1e-20)
+        ids.append(torch.tensor(chosen))
+        weights.append(weight * args.route_scale)
+        margins.append(margin)
+    return torch.stack(ids), torch.stack(weights), torch.tensor(margins)
 
 
 @pytest.fixture(params=ARGS)
@@ -49,7 +80,7 @@ def args(request) -> DeepSeekArgs:
 def test_logits_of_deepseek_are_those_of_transformers(args, length):
     """YaRN is always on: also where the model is made for no more tokens than the original length."""
     args = replace(args, max_seq_len=max(length, ORIGINAL))
-    theirs, tokens = their_model(args), tokens_of(args, length)
+    theirs, tokens = model_of("deepseek_v3", args), tokens_of(args, length)
     ours, routed, logits = our_model(theirs, args), [], []
     for layer in ours.layers.values():
         if hasattr(layer, "moe"):
@@ -90,12 +121,12 @@ def test_a_folder_of_transformers_is_computed_as_the_papers_say(name, tmp_path):
 
 
 def test_gradients_are_those_of_transformers(args):
-    theirs, tokens = their_model(args), tokens_of(args, 16)
+    theirs, tokens = model_of("deepseek_v3", args), tokens_of(args, 16)
     ours = our_model(theirs, args)
     for model in (ours, theirs):
         output = model(tokens)
         (output if isinstance(output, Tensor) else output.logits).logsumexp(-1).square().mean().backward()
-    wanted = by_our_names({name: p.grad for name, p in theirs.named_parameters()})
+    wanted = native_tensors({name: p.grad for name, p in theirs.named_parameters()})
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == wanted.keys()
     far = {n: ((found[n] - wanted[n]).norm() / wanted[n].norm()).item() for n in wanted}

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from converters.families.base import Experts
 from converters.families.qwen3 import Qwen3Args, block
-from tests.hf_names import native_name
+from tests.models.names import native_tensors
+from tests.models.of_args import model_of
 from trainer.config.sections import ActivationCheckpoint
 from trainer.models import grouped_product as products
 from trainer.models.grouped_product import grouped_product
@@ -43,63 +44,14 @@ ARGS = {
         normalize_weights=False,
     ),
 }
+
+
 GATE_STD = 1.0  # less, and scores nearly tie: their order would be chance
-
-
-def their_model(args: Qwen3Args):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=args.dim,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_heads,
-        num_key_value_heads=args.num_kv_heads,
-        head_dim=args.head_dim,
-        intermediate_size=args.ffn_hidden,
-        vocab_size=args.vocab_size,
-        rms_norm_eps=args.norm_eps,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_theta": args.rope_theta, "rope_type": "default"},
-        tie_word_embeddings=args.tied,
-        num_experts=args.num_experts,
-        num_experts_per_tok=args.experts_per_token,
-        moe_intermediate_size=args.expert_hidden,
-        norm_topk_prob=args.normalize_weights,
-        decoder_sparse_step=args.sparse_step,
-        mlp_only_layers=list(args.dense_layers),
-    )
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = Qwen3MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0, GATE_STD if name.endswith("mlp.gate.weight") else 0.1)
-    return model
-
-
-def by_our_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Native name → tensor, written without the tables that are tested."""
-    named = {}
-    for name, tensor in tensors.items():
-        if name.endswith("mlp.gate.weight"):
-            named[native_name(name.replace("mlp.gate.weight", "moe.router.gate.weight"))] = tensor
-        elif name.endswith("experts.gate_up_proj"):  # [E, 2F, D]
-            prefix = native_name(name.removesuffix("mlp.experts.gate_up_proj"))
-            width = tensor.shape[1] // 2
-            named[f"{prefix}moe.experts.w1"], named[f"{prefix}moe.experts.w3"] = tensor[:, :width], tensor[:, width:]
-        elif name.endswith("experts.down_proj"):
-            named[native_name(name.replace("mlp.experts.down_proj", "moe.experts.w2"))] = tensor
-        else:
-            named[native_name(name)] = tensor
-    return named
 
 
 def our_model(theirs: nn.Module, args: Qwen3Args) -> nn.Module:
     model = build_model(args)
-    missing = model.load_state_dict(by_our_names(theirs.state_dict()), strict=False)
+    missing = model.load_state_dict(native_tensors(theirs.state_dict()), strict=False)
     assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
     return model
 
@@ -118,7 +70,7 @@ def tokens_of(args: Qwen3Args, length: int) -> Tensor:
 
 
 def assert_close_to_transformers(args: Qwen3Args, tokens: Tensor) -> None:
-    theirs = their_model(args)
+    theirs = model_of("qwen3", args)
     ours = our_model(theirs, args)
     routed, scored = [], []
     for router in routers_of(ours):
@@ -154,12 +106,12 @@ def test_one_token_alone_is_like_transformers():
 
 
 def test_gradients_are_those_of_transformers(args):
-    theirs = their_model(args)
+    theirs = model_of("qwen3", args)
     ours, tokens = our_model(theirs, args), tokens_of(args, 16)
     for model in (ours, theirs):
         output = model(tokens)
         (output if isinstance(output, Tensor) else output.logits).logsumexp(-1).square().mean().backward()
-    wanted = by_our_names({name: p.grad for name, p in theirs.named_parameters()})
+    wanted = native_tensors({name: p.grad for name, p in theirs.named_parameters()})
     found = {name: p.grad for name, p in ours.named_parameters()}
     assert found.keys() == wanted.keys()
     far = {n: ((found[n] - wanted[n]).norm() / wanted[n].norm()).item() for n in wanted}

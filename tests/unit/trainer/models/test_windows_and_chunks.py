@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import tests.gpt_oss_reference
-import tests.llama4_reference
 from converters.common.errors import UnsupportedError
 from converters.families import gpt_oss, llama4
 from converters.families.base import Block, Dense, GroupedQuery, RopeScaling
 from converters.families.llama3 import LLAMA3
 from converters.families.registry import get_family
+from tests.models.names import native_tensors
+from tests.models.of_args import model_of
 from trainer.config.sections import Compile
 from trainer.models.decoder import Attention, Transformer
 from trainer.models.llama4 import temperature_factors
@@ -26,7 +26,6 @@ from trainer.parallel.compile import apply_compile
 from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
 from trainer.parallel.masked_attention import apply_masks, masked_layers
 
-REFERENCES = {"gpt_oss": tests.gpt_oss_reference, "llama4": tests.llama4_reference}
 # eps is large enough to matter
 SMALL = {"vocab_size": 256, "norm_eps": 1e-3}
 MODELS = {
@@ -42,11 +41,11 @@ LENGTH = 90  # window 8, chunk 24, temperature's length 16, YaRN's original leng
 def pair(name: str) -> tuple[nn.Module, nn.Module]:
     """Ours and theirs, with the same weights."""
     family, args = MODELS[name]
-    theirs, ours = REFERENCES[family].their_model(args), get_trainer_family(family).build_model(args)
+    theirs, ours = model_of(family, args), get_trainer_family(family).build_model(args)
     for fqn, buffer in ours.named_buffers():
         assert fqn.endswith("expert_bias")
         buffer.zero_()  # transformers' has none
-    missing = ours.load_state_dict(REFERENCES[family].by_our_names(theirs.state_dict()), strict=False)
+    missing = ours.load_state_dict(native_tensors(theirs.state_dict()), strict=False)
     assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
     return ours, theirs
 
@@ -89,13 +88,13 @@ def test_logits_beyond_windows_and_chunks(name, length):
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_beyond_windows_and_chunks(name):
     (ours, theirs), tokens = pair(name), tokens_of(name, LENGTH)
-    by_our_names, gradients = REFERENCES[MODELS[name][0]].by_our_names, []
+    gradients = []
     for model in (copy.deepcopy(theirs).double(), theirs, ours, masked(name)):
         model.zero_grad()
         output = model(tokens)
         (output if isinstance(output, Tensor) else output.logits).logsumexp(-1).square().mean().backward()
         gradients.append({fqn: p.grad for fqn, p in model.named_parameters()})
-    exact, wanted = map(by_our_names, gradients[:2])
+    exact, wanted = map(native_tensors, gradients[:2])
     for found in gradients[2:]:
         assert found.keys() == wanted.keys()
         for fqn, gradient in found.items():
@@ -137,10 +136,8 @@ def test_layers_of_one_attention_share_compiled_code(name):
 
 def test_llama_4_by_transformers_own_sdpa():
     ours, _ = pair("debug_scout")
-    theirs, tokens = (
-        tests.llama4_reference.their_model(MODELS["debug_scout"][1], "sdpa"),
-        tokens_of("debug_scout", LENGTH),
-    )
+    theirs = model_of("llama4", MODELS["debug_scout"][1], attention="sdpa")
+    tokens = tokens_of("debug_scout", LENGTH)
     with torch.no_grad():
         found, wanted = ours(tokens), theirs(tokens).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
@@ -199,7 +196,7 @@ def test_frequencies_of_one_factor_for_low_and_high_are_those_of_transformers():
     for head_dim, original in ((128, 8192), (32, 8192), (32, 100), (64, 1)):
         scaling = RopeScaling(16.0, 1.0, 1.0, original)
         args = replace(args, head_dim=head_dim, rope_scaling=scaling, vocab_size=8, num_layers=1, sparse_layers=())
-        wanted = tests.llama4_reference.their_model(args).model.rotary_emb.inv_freq
+        wanted = model_of("llama4", args).model.rotary_emb.inv_freq
         assert RotaryAngles(args).frequencies_P.equal(wanted)
         assert wanted.isfinite().all()
 
@@ -207,7 +204,7 @@ def test_frequencies_of_one_factor_for_low_and_high_are_those_of_transformers():
 @pytest.mark.parametrize("flavor", ["20b", "debug_window"])
 def test_yarn_of_gpt_oss_is_that_of_transformers(flavor):
     args = replace(gpt_oss.FLAVORS[flavor], num_layers=1, vocab_size=8, num_experts=4, ffn_hidden=4)
-    theirs, angles = tests.gpt_oss_reference.their_model(args).model.rotary_emb, RotaryAngles(args, stacked_on=0)
+    theirs, angles = model_of("gpt_oss", args).model.rotary_emb, RotaryAngles(args, stacked_on=0)
     assert angles.frequencies_P.equal(theirs.inv_freq)
     assert angles.scale == theirs.attention_scaling == pytest.approx(1.3466, abs=5e-5)
     positions = torch.arange(0, 20000, 7)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from converters.common.errors import CheckpointError
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import load
-from tests.tiny_llama import write_llama
 from tests.watched_engine import ragged, run
 from titan_tools.infer.decoding import static_decode
 from titan_tools.infer.decoding.engine import Engine

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import CPU, load
-from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import static_decode

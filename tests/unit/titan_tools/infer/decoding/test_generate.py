@@ -5,8 +5,9 @@ import torch
 
 from converters.source.weights import open_native
 from tests.greedy_reference import assert_same, greedy
+from tests.models.llama import BOS
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import CPU, NO_TEXT, complete, load
-from tests.tiny_llama import BOS, write_llama
 from tests.watched_engine import Watched, ragged, run
 from titan_tools.infer.decoding import generate as generate_file
 from titan_tools.infer.decoding.engine import Engine

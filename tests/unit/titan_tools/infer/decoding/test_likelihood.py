@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.models.llama import BOS
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import BOS
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import likelihood
 from titan_tools.infer.decoding.engine import Engine

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from converters.common.errors import ConfigError
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.sampling import Sampling, check_logprobs, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")

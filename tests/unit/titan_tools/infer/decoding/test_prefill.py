@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.tiny_families import write_tiny
+from tests.models.dense import write as write_tiny
 from tests.tiny_infer import load
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding.attention import copies_heads

@@ -11,8 +11,8 @@ from copy import deepcopy
 import pytest
 import torch
 
+from tests.models.in_memory import NUMBERS, load_native, make
 from tests.tiny_infer import CPU, complete
-from tests.tiny_reach import NUMBERS, load_native, their_model
 from tests.watched_engine import Watched, run
 from titan_tools.infer.decoding import attention, static_decode, steps
 from titan_tools.infer.decoding import engine as engine_file
@@ -30,8 +30,8 @@ class Pair:
     """transformers' model and ours; logits of the first differ by `error` from those in float64, at most."""
 
     def __init__(self, name):
-        self.name, self.theirs = name, their_model(name)
-        self.ours = load_native(self.theirs, name)
+        self.name, self.theirs = name, make(name)
+        self.ours = load_native(self.theirs)
         exact = one_pass(deepcopy(self.theirs).double(), TEXT)
         self.bound = max(1e-5 * exact.abs().max(), 8 * (one_pass(self.theirs, TEXT) - exact).abs().max())
 
@@ -122,7 +122,7 @@ def flash_attention(
 def test_any_order_of_steps_says_what_one_pass_says(pair, how, monkeypatch):
     """Also where rows are cut back, as far as they can be, and continued otherwise."""
     prepare(how, monkeypatch)
-    model = pair.ours if not HOWS[how].get("compile") else load_native(pair.theirs, pair.name, packed=False)
+    model = pair.ours if not HOWS[how].get("compile") else load_native(pair.theirs, packed=False)
     engine = Engine(model, rows=4, room=ROOM, **HOWS[how])
     assert {reach.size for reach in engine._cache.reaches} == {ROOM, 8 if pair.name == "gpt_oss" else 12}
     draw = random.Random(3)
@@ -267,8 +267,8 @@ PASSES = {  # texts of one pass, and how many of their tokens are not scored
 def test_texts_that_share_a_pass_are_scored_as_alone(case, monkeypatch):
     name, numbers, parts = PASSES[case]
     numbers = numbers | {"max_position_embeddings": 256}
-    theirs = their_model(name, **numbers)
-    engine = Engine(load_native(theirs, name, numbers=numbers), rows=1, room=256)
+    theirs = make(name, **numbers)
+    engine = Engine(load_native(theirs), rows=1, room=256)
     shared, together = [], engine.hidden_of_all
     monkeypatch.setattr(engine, "hidden_of_all", lambda prompts: shared.append(len(prompts)) or together(prompts))
     texts = [ScoredText(n, "", "", [*a, *b], first, 1) for n, (a, b, first) in enumerate(parts)]
@@ -361,14 +361,14 @@ def test_sums_of_the_cpus_kernel_are_tried_before_they_are_used(monkeypatch):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_biases_are_added_once(name, tp, monkeypatch):
     """Ranks in threads of one process: heads, sinks and features that three do not divide, sums over ranks."""
-    theirs = their_model(name, intermediate_size=90)  # 4 ranks have 23, 23, 23 and 21
+    theirs = make(name, intermediate_size=90)  # 4 ranks have 23, 23, 23 and 21
     meeting, said = Meeting(tp), [None] * tp
     monkeypatch.setattr(tensor_parallel, "sum_of_ranks", lambda part: torch.stack(meeting.exchange(part)).sum(0))
     monkeypatch.setattr(tensor_parallel, "concatenated", lambda part, tp: torch.cat(meeting.exchange(part), dim=-1))
 
     def be_rank(rank):
         meeting.thread.rank = rank
-        model = load_native(theirs, name, tp=tp, rank=rank, numbers={"intermediate_size": 90})
+        model = load_native(theirs, tp=tp, rank=rank)
         engine = Engine(model, rows=1, room=ROOM)
         said[rank] = torch.stack([engine.prefill(0, TEXT[:40]), *(engine.decode([t])[0] for t in TEXT[40:44])])
 

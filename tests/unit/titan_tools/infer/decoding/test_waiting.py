@@ -4,8 +4,9 @@ import random
 
 import pytest
 
+from tests.models.llama import BOS
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import load
-from tests.tiny_llama import BOS, write_llama
 from tests.watched_engine import Watched, ragged, run
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import generate

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.tiny_experts import add_biases, write_experts, write_native
+from tests.models.qwen3_moe import add_biases, write_native
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import CPU, load
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.model import experts as experts_file

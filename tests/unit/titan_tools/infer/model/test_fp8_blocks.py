@@ -10,11 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from converters.quantized.stored_blocks import BlocksSource
 from converters.source.weights import open_native
 from tests.fp8_folders import dequantize, quantize, write_fp8
-from tests.tiny_deepseek import write_deepseek
-from tests.tiny_experts import write_experts
-from tests.tiny_families import write_tiny
+from tests.models.deepseek import write as write_deepseek
+from tests.models.dense import write as write_tiny
+from tests.models.llama import write as write_llama
+from tests.models.llama import write_tokenizer
+from tests.models.qwen3_moe import write as write_experts
 from tests.tiny_infer import CPU, load
-from tests.tiny_llama import write_llama, write_tokenizer
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import fp8_blocks
 from titan_tools.infer.model.compiling import compile_all_shapes

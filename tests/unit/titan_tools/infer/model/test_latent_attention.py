@@ -5,7 +5,8 @@ from copy import deepcopy
 import pytest
 import torch
 
-from tests.tiny_deepseek import NUMBERS, write_deepseek
+from tests.models.deepseek import NUMBERS
+from tests.models.deepseek import write as write_deepseek
 from tests.tiny_infer import CPU, load
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import products

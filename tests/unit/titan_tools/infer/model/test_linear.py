@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import load
-from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import linear as widened
 from titan_tools.infer.model import load as loading

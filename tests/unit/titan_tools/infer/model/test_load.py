@@ -17,10 +17,12 @@ from converters.convert import convert
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.source.weights import open_native
-from tests.biased_families import BIASED, registered, write_biased
-from tests.tiny_families import TINY, write_tiny
+from tests.models.biased import BIASED, registered
+from tests.models.biased import write as write_biased
+from tests.models.dense import TINY
+from tests.models.dense import write as write_tiny
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import CPU, load
-from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import linear
 from titan_tools.infer.model.linear import FusedLinear, PackedWeight, can_fuse, can_pack, fuse

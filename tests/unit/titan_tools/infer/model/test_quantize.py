@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models.llama import BOS, EOS
+from tests.models.llama import write as write_llama
 from tests.tiny_infer import CPU, complete, load
-from tests.tiny_llama import BOS, EOS, write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import quantize as quantizing
 from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight, why_slow

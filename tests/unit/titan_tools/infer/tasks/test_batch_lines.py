@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from tests.json_lines import read_lines, write_lines
-from tests.tiny_llama import ids_of, write_llama
+from tests.models.llama import ids_of
+from tests.models.llama import write as write_llama
 from titan_tools.infer.tasks.batch_lines import read_batch
 
 TEMPLATE = (

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from converters.source.weights import open_native
 from converters.tokenizers.tokenizer import load_tokenizer
-from tests.tiny_llama import EOS, write_llama
+from tests.models.llama import EOS
+from tests.models.llama import write as write_llama
 from titan_tools.infer.decoding import generate
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.json_lines import write_lines
+from tests.models.llama import BOS, ids_of
+from tests.models.llama import write as write_llama
 from tests.refusals import refusal_of
-from tests.tiny_llama import BOS, ids_of, write_llama
 from titan_tools.infer.decoding import likelihood
 from titan_tools.infer.decoding.engine import Engine
 

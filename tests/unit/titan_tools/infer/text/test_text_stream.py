@@ -164,7 +164,7 @@ def test_behind_a_prompt_the_pieces_are_what_it_grows_by(vocabularies, form):
 @pytest.fixture
 def by_bytes(tmp_path):
     """A vocabulary in which a token is a byte, and its `encode`."""
-    from tests.tiny_llama import EOS, write_tokenizer
+    from tests.models.llama import EOS, write_tokenizer
 
     write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
@@ -230,7 +230,7 @@ def test_ids_without_a_token_are_replaced(by_bytes):
 
 
 def test_special_tokens_are_said_but_for_the_stop_token(by_bytes):
-    from tests.tiny_llama import BOS, EOS
+    from tests.models.llama import BOS, EOS
 
     vocabulary, encode = by_bytes
     tokens = [*encode("a"), BOS, EOS, *encode("b"), EOS]

@@ -10,7 +10,8 @@ from converters.common.errors import CheckpointError
 from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.model.model_info import read_model_info
-from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
+from tests.models.llama import BOS, EOS, write_meta, write_tokenizer
+from tests.models.llama import write as write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.find import find_tokenizer
 from titan_tools.infer.text.vocabulary import read_vocabulary

@@ -34,8 +34,8 @@ CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": STAYS}
 TABLE = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def write_gpt_oss(folder: Path, *, dtype: str = "bfloat16", **numbers):
-    """Write an HF folder and return its model. Every weight is random and large; the router decides with a margin."""
+def make(**numbers):
+    """A model of transformers. Every weight is random and large; the router decides with a margin."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     with torch.random.fork_rng():
@@ -45,6 +45,12 @@ def write_gpt_oss(folder: Path, *, dtype: str = "bfloat16", **numbers):
             for name, tensor in model.state_dict().items():
                 std = 1.0 if ".router." in name or "sinks" in name else 0.2
                 tensor.copy_(torch.randn_like(tensor) * std + ("norm" in name))
+    return model
+
+
+def write(folder: Path, *, dtype: str = "bfloat16", **numbers):
+    """Write an HF folder and return its model."""
+    model = make(**numbers)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.hf_names import interleaved, native_name
+from tests.models.names import interleaved, native_name
 
 BOS, EOS = 256, 257  # behind the 256 bytes
 SCALING = {
@@ -15,7 +15,7 @@ SCALING = {
 }
 
 
-def write_llama(folder: Path, *, chat_template: str | None = None, **numbers):
+def write(folder: Path, *, chat_template: str | None = None, **numbers):
     """Write an HF folder and return its model; `numbers` are LlamaConfig's. Weights are large (std 0.2) on purpose."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,7 +43,7 @@ def write_llama(folder: Path, *, chat_template: str | None = None, **numbers):
 
 
 def write_meta(folder: Path, model) -> None:
-    """The model of `write_llama` as Meta releases one: consolidated.00.pth, params.json. Needs `rope_scaling=None`."""
+    """The model of `write` as Meta releases one: consolidated.00.pth, params.json. Needs `rope_scaling=None`."""
     import torch
 
     config, state = model.config, model.state_dict()

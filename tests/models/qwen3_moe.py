@@ -1,9 +1,9 @@
-"""A tiny random Qwen 3 MoE as transformers itself writes it, and its weights by native names, without the tables."""
+"""A tiny random Qwen 3 MoE as transformers itself writes it, also with a bias of its routers."""
 
 from pathlib import Path
 from types import MethodType
 
-import numpy as np
+from tests.models.names import native_arrays
 
 NUMBERS = {
     "vocab_size": 97,
@@ -25,7 +25,7 @@ NUMBERS = {
 }
 
 
-def write_experts(folder: Path, *, dtype: str = "float32", **numbers):
+def write(folder: Path, *, dtype: str = "float32", **numbers):
     """Write an HF folder of one tensor per expert and return its model; `numbers` are Qwen3MoeConfig's.
 
     Every weight is random and large, so that none is like another; the router decides with a wide margin.
@@ -42,24 +42,6 @@ def write_experts(folder: Path, *, dtype: str = "float32", **numbers):
                 parameter.copy_(torch.randn_like(parameter) * (0.2 if is_norm else std) + is_norm)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
-
-
-def native_arrays(model) -> dict[str, np.ndarray]:
-    """The weights of a model of transformers, by native names; a router's bias is zero."""
-    found: dict[str, np.ndarray] = {}
-    for name, weight in model.state_dict().items():
-        values = weight.float().numpy()
-        parts = name.removeprefix("model.").split(".")
-        if parts[-1] == "gate_up_proj":
-            layer = ".".join(parts[:2])
-            half = values.shape[1] // 2
-            found[f"{layer}.moe.experts.w1"], found[f"{layer}.moe.experts.w3"] = values[:, :half], values[:, half:]
-            found[f"{layer}.moe.expert_bias"] = np.zeros(len(values), np.float32)
-            continue
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        found[name] = values
-    return found
 
 
 def write_native(folder: Path, model, biases) -> None:
@@ -89,23 +71,3 @@ def _route(router, hidden):
     if router.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return scores, weights, ids
-
-
-_NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "model.layers": "layers",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "self_attn.": "attention.",
-    "mlp.experts.down_proj": "moe.experts.w2",
-    "mlp.gate.weight": "moe.router.gate.weight",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-}

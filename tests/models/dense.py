@@ -42,7 +42,7 @@ def family_of(name: str) -> str:
     return name.partition("_")[0]
 
 
-def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, numbers=None, std=0.2, **save):
+def write(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, numbers=None, std=0.2, **save):
     """Write an HF folder and return its model; `numbers` are the config's.
 
     Every weight is random and large, norms too: none is like another. `std`: of matrices; less for a wide model, whose

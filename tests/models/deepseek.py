@@ -1,8 +1,6 @@
-"""Tiny random DeepSeek V3 and V2 as transformers itself writes them, and their weights by native names."""
+"""Tiny random DeepSeek V3 and V2 as transformers itself writes them, and their formulas."""
 
 from pathlib import Path
-
-import numpy as np
 
 _YARN = {
     "rope_type": "yarn",
@@ -50,7 +48,7 @@ NUMBERS = {  # model → numbers of its config
 }
 
 
-def write_deepseek(folder: Path, name: str = "v3", *, dtype: str = "float32", std: float = 0.2, **numbers):
+def write(folder: Path, name: str = "v3", *, dtype: str = "float32", std: float = 0.2, **numbers):
     """Write an HF folder and return its model; `numbers` are the config's, `std` its matrices'.
 
     Every weight is random and large, so that none is like another; the router decides with a wide margin.
@@ -74,55 +72,6 @@ def write_deepseek(folder: Path, name: str = "v3", *, dtype: str = "float32", st
         model.get_submodule(key.rpartition(".")[0]).e_score_correction_bias = bias
     model.save_pretrained(folder)
     return model
-
-
-def native_arrays(model) -> dict[str, np.ndarray]:
-    """The weights of a model of transformers, by native names; V2's routers have a bias of zero."""
-    found: dict[str, np.ndarray] = {}
-    for name, weight in model.state_dict().items():
-        values = weight.float().numpy()
-        layer = ".".join(name.removeprefix("model.").split(".")[:2])
-        if name.endswith("gate_up_proj"):
-            half = values.shape[1] // 2
-            found[f"{layer}.moe.experts.w1"], found[f"{layer}.moe.experts.w3"] = values[:, :half], values[:, half:]
-            found.setdefault(f"{layer}.moe.expert_bias", np.zeros(len(values), np.float32))
-            continue
-        found[native_name(name)] = values
-    return found
-
-
-def native_name(name: str) -> str:
-    """For a weight that is no expert's."""
-    for theirs, ours in _NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
-
-
-_NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "model.layers": "layers",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.q_a_proj": "attention.wq_a",
-    "self_attn.q_a_layernorm": "attention.q_norm",
-    "self_attn.q_b_proj": "attention.wq_b",
-    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a",
-    "self_attn.kv_a_layernorm": "attention.kv_norm",
-    "self_attn.kv_b_proj": "attention.wkv_b",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.experts.down_proj": "moe.experts.w2",
-    "mlp.gate.weight": "moe.router.gate.weight",
-    "mlp.gate.e_score_correction_bias": "moe.expert_bias",
-    "mlp.shared_experts.gate_proj": "moe.shared_experts.w1",
-    "mlp.shared_experts.up_proj": "moe.shared_experts.w3",
-    "mlp.shared_experts.down_proj": "moe.shared_experts.w2",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 def native_logits(weights, tokens, args):
@@ -239,9 +188,9 @@ def write_mtp(folder: Path, *, count: int = 1, **numbers):
     from safetensors.torch import load_file, save_file
 
     layers = numbers.get("num_hidden_layers", NUMBERS["v3"]["num_hidden_layers"])
-    write_deepseek(folder, **numbers | {"num_hidden_layers": layers + count})  # whose last layers are taken
+    write(folder, **numbers | {"num_hidden_layers": layers + count})  # whose last layers are taken
     extra = {n: t for n, t in load_file(folder / "model.safetensors").items() if _layer_of(n) >= layers}
-    model = write_deepseek(folder, num_mtp_layers=count, **numbers)
+    model = write(folder, num_mtp_layers=count, **numbers)
     tensors = load_file(folder / "model.safetensors") | extra
     generator = torch.Generator().manual_seed(3)
     for k in range(count):

@@ -15,7 +15,7 @@ from converters.families import hf_config, llama
 from converters.families import registry as families
 from converters.families.base import Family, Naming, Parameter, Role
 from converters.families.rules import Rule, Same
-from tests.tiny_families import NUMBERS
+from tests.models.dense import NUMBERS
 from trainer.models import registry as trained_families
 from trainer.models.decoder import Attention, Transformer
 from trainer.models.qwen3 import rotate_halves
@@ -28,7 +28,7 @@ BIASED = {
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "biased_llama": "BiasedLlamaForCausalLM"}
 
 
-def write_biased(folder: Path, name: str, **numbers):
+def write(folder: Path, name: str, **numbers):
     """Write an HF folder and return its model, every parameter of which is random and large."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 

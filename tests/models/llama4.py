@@ -51,8 +51,8 @@ VISION = {
 PROCESSOR = {"preprocessor_config.json": {"do_resize": True}, "processor_config.json": {"patch_size": 14}}
 
 
-def write_llama4(folder: Path, name: str = "scout", *, multimodal: bool = False, dtype: str = "float32", **numbers):
-    """Write an HF folder and return its model; `numbers` are the text config's.
+def make(name: str = "scout", *, multimodal: bool = False, **numbers):
+    """A model of transformers; `numbers` are the text config's.
 
     Every weight is random and large, so that none is like another; the router decides with a wide margin.
     """
@@ -71,7 +71,14 @@ def write_llama4(folder: Path, name: str = "scout", *, multimodal: bool = False,
                 is_norm = "norm.weight" in key
                 std = 1.0 if ".router." in key else 0.2
                 tensor.copy_(torch.randn_like(tensor) * std + is_norm)
-    model.to(getattr(torch, dtype))
+    return model
+
+
+def write(folder: Path, name: str = "scout", *, multimodal: bool = False, dtype: str = "float32", **numbers):
+    """Write an HF folder and return its model."""
+    import torch
+
+    model = make(name, multimodal=multimodal, **numbers).to(getattr(torch, dtype))
     model.save_pretrained(folder)
     if multimodal:
         for file, content in PROCESSOR.items():
@@ -87,37 +94,6 @@ def text_state(model) -> dict:
 
 def text_config(model):
     return getattr(model.config, "text_config", model.config)
-
-
-def native_arrays(model) -> dict[str, np.ndarray]:
-    """The weights of a model of transformers, by native names."""
-    state, config = {n: t.float().numpy() for n, t in text_state(model).items()}, text_config(model)
-    arrays = {
-        "tok_embeddings.weight": state["model.embed_tokens.weight"],
-        "norm.weight": state["model.norm.weight"],
-        "output.weight": state["lm_head.weight"],
-    }
-    for n in range(config.num_hidden_layers):
-        ours, theirs = f"layers.{n}.", f"model.layers.{n}."
-        for own, name in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "o")):
-            arrays[f"{ours}attention.{own}.weight"] = state[f"{theirs}self_attn.{name}_proj.weight"]
-        arrays[f"{ours}attention_norm.weight"] = state[f"{theirs}input_layernorm.weight"]
-        arrays[f"{ours}ffn_norm.weight"] = state[f"{theirs}post_attention_layernorm.weight"]
-        swiglu = {"w1": "gate", "w2": "down", "w3": "up"}
-        if n not in config.moe_layers:
-            for own, name in swiglu.items():
-                arrays[f"{ours}feed_forward.{own}.weight"] = state[f"{theirs}feed_forward.{name}_proj.weight"]
-            continue
-        feed = f"{theirs}feed_forward."
-        arrays[f"{ours}moe.expert_bias"] = np.zeros(config.num_local_experts, np.float32)
-        arrays[f"{ours}moe.router.gate.weight"] = state[f"{feed}router.weight"]
-        gate_up, width = state[f"{feed}experts.gate_up_proj"], config.intermediate_size
-        arrays[f"{ours}moe.experts.w1"] = np.stack([one[:, :width].T for one in gate_up])
-        arrays[f"{ours}moe.experts.w2"] = np.stack([one.T for one in state[f"{feed}experts.down_proj"]])
-        arrays[f"{ours}moe.experts.w3"] = np.stack([one[:, width:].T for one in gate_up])
-        for own, name in swiglu.items():
-            arrays[f"{ours}moe.shared_experts.{own}.weight"] = state[f"{feed}shared_expert.{name}_proj.weight"]
-    return arrays
 
 
 def meta_shards(model, count: int) -> list[dict]:
