@@ -149,10 +149,6 @@ class Journal:
         place = self._places.get(unit)
         return None if place is None else _parsed(os.pread(self._descriptor, place[1], place[0]))
 
-    @property
-    def num_recorded(self) -> int:
-        return len(self._places)
-
     def close(self) -> None:
         """Release the lock."""
         os.close(self._descriptor)

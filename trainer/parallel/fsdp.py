@@ -113,16 +113,6 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def sums_at_once() -> bool:
-    """Whether autograd itself adds gradients up in the dtype in which FSDP reduces: from torch 2.15 on.
-
-    Before, FSDP casts a group's gradients once all of them are there, and refers to the last one while it reduces.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    return not hasattr(FSDPParam, "to_accumulated_grad_if_needed")
-
-
 def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
     """Allocate for CPU offload: parameters on the CPU, everything else, which FSDP does not move, on `device`."""
     model.to_empty(device="cpu")
