@@ -1,7 +1,8 @@
 """Convert a checkpoint: open, plan, copy, commit. Either the whole output appears or nothing does."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,36 +12,23 @@ from converters.common.errors import CheckpointError, ConfigError
 from converters.common.sizes import MIB
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
-from converters.conversion.completed import completed
-from converters.conversion.destination import destination_of
-from converters.conversion.execute import Execution, Progress, no_progress
-from converters.conversion.needs import (
-    COPY_BYTES_PER_SEC,
-    DEQUANTIZE_BYTES_PER_SEC,
-    QUANTIZE_BYTES_PER_SEC,
-    TRANSPOSE_BYTES_PER_SEC,
-    TRANSPOSING_WORKER_BYTES,
-    WORKER_BYTES,
-    Needs,
-    estimate_needs,
-)
+from converters.conversion.destination import Destination, destination_of
 from converters.conversion.plan import ConversionPlan, plan_conversion
 from converters.conversion.quantize import describe_unknown, opened_scales
+from converters.conversion.records import Execution, Needs, Progress, Request, Run, no_progress
 from converters.conversion.remarks import describe_dtypes, describe_quantized
-from converters.conversion.trained_by import TRAINED_BY, apply_trained_by
+from converters.conversion.steps import take_steps
+from converters.conversion.trained_by import TRAINED_BY
 from converters.engine.copy import DEFAULT_WORKERS
-from converters.engine.journal import plan_fingerprint
-from converters.families.registry import get_family
-from converters.formats.base import Format, OutputOptions
-from converters.formats.registry import FORMATS, get_format, usual_format
-from converters.integrity.source_check import unchecked_remark, vouched_for
+from converters.formats.base import OutputOptions
+from converters.formats.registry import get_format, usual_format
+from converters.integrity.source_check import unchecked_remark
 from converters.model.mtp import check_repeats, describe_mtp
-from converters.model.multimodal import describe_extras, require_extras
+from converters.model.multimodal import describe_extras
 from converters.naming.namings import is_named
 from converters.source.open import open_checkpoint, require_exists
 from converters.source.weights import NativeWeights, dequantized_for, native_weights
 from converters.views.catalog import Catalog
-from converters.views.expressions import TRANSPOSED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,125 +106,113 @@ def convert(
 
     Raises TitanError, and then nothing was written.
     """
+    started = time.monotonic()
     output = get_format(to)
-    options = output.completed(options)
+    request = Request(
+        src=Path(src),
+        dst=Path(dst),
+        output=output,
+        options=output.completed(options),
+        source=None if source is None else get_format(source),
+        dtype=dtype,
+        model_from=None if model_from is None else Path(model_from),
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
+        allow_nonfinite=allow_nonfinite,
+        keep_mtp=mtp == "keep",
+        keep_extra=keep_extra,
+        trained_by=trained_by,
+    )
+    _check_choices(request, mtp=mtp)
+    run = Run(workers, digests, resume, overwrite, dry_run, progress)
+    destination = _checked_destination(request, overwrite=overwrite)
+    catalog = open_checkpoint(request.src, select=select)
+    _require_format(request, catalog)
+    with ExitStack() as files:
+        opened = files.enter_context(_open_weights(request, catalog))
+        scales_from = files.enter_context(opened_scales(request, opened))
+        weights, remarks = take_steps(opened, request, files)
+        plan = plan_conversion(weights, request, scales_from=scales_from)
+        remarks += _remarks(request, destination, weights, plan)
+        remarks += [describe_unknown(scales_from, weights.num_mtp_layers if request.keep_mtp else 0)]
+        if not dry_run:
+            remarks += check_repeats(weights.source, kept=request.keep_mtp, where=str(src))
+            if plan.quantization:
+                plan.quantization.check_known()
+        done = destination.write(plan.work, run)
+    return replace(_report(request, weights, plan, done, remarks), secs=time.monotonic() - started)
+
+
+def _check_choices(request: Request, *, mtp: str) -> None:
+    """Raise ConfigError for a choice that is unknown, or impossible with another."""
     if mtp not in ("drop", "keep"):
         raise ConfigError(f"unknown choice for layers of multi-token prediction: {mtp!r}", hint="known: drop, keep")
-    if trained_by not in (None, *TRAINED_BY):
-        raise ConfigError(f"unknown trainer: {trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
-    if options.quantize and allow_nonfinite:
+    if request.trained_by not in (None, *TRAINED_BY):
+        raise ConfigError(f"unknown trainer: {request.trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
+    if request.options.quantize and request.allow_nonfinite:
         raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
-    src, dst, started = Path(src), Path(dst), time.monotonic()
-    require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
-    destination = destination_of(dst, output)
-    destination.check(src, overwrite=overwrite)
-    if options.scales_from is not None:
-        destination.check(options.scales_from, overwrite=overwrite)
-    if keep_extra and model_from is not None:  # tensors are read from it, too
-        destination.check(Path(model_from), overwrite=overwrite)
-    catalog = open_checkpoint(src, select=select)
-    if source is not None:
-        _require_format(src, dst, catalog, get_format(source), output)
-    with (
-        _open_weights(
-            src,
-            catalog,
-            model_from=model_from,
-            allow_missing=allow_missing,
-            allow_extra=allow_extra,
-            keep_mtp=mtp == "keep",
-            keep_extra=keep_extra,
-            dequantized=dequantized_for(dtype),
-        ) as found,
-        completed(found, model_from if keep_extra else None) as opened,
-        opened_scales(
-            options.scales_from if "scales_from" in output.takes else None, opened, keep_mtp=mtp == "keep"
-        ) as scales_from,
-    ):
-        named = [] if source is None else _check_names(src, dst, opened, get_format(source), output)
-        if keep_extra:
-            require_extras(get_family(opened.info.family), opened.info.outer, opened.extras, where=src)
-        weights, trained = apply_trained_by(opened, trained_by)
-        if mtp == "keep" and not weights.num_mtp_layers:
-            raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
-        plan = plan_conversion(
-            weights,
-            dst=dst,
-            output=output,
-            options=options,
-            dtype=dtype,
-            scales_from=scales_from,
-            keep_extra=keep_extra,
-        )
-        weights = replace(weights, info=plan.contents.info)
-        quantization = plan.quantization
-        dequantized = weights.quantized.dtype if weights.quantized else ""
-        vouched = vouched_for(catalog, plan.stored, rearranged=plan.rearranged, dequantized=dequantized)
-        remarks = [*named, *trained, *destination.remarks(src, weights), *weights.info.notes, *weights.notes_on_codes]
-        remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
-        remarks += [describe_unknown(scales_from, weights.num_mtp_layers if mtp == "keep" else 0)]
-        carried = destination.carried_files(weights)
-        done, needs = Execution({}, []), None
-        if dry_run:
-            needs = estimate_needs(
-                destination.work_folder,
-                plan.target,
-                num_read=len(catalog.tensors),
-                workers=workers,
-                carried=carried,
-                worker_bytes_per_sec=_worker_rate(weights, plan),
-                worker_bytes=TRANSPOSING_WORKER_BYTES if _transposes(weights, plan) else WORKER_BYTES,
-            )
-        else:
-            remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
-            if quantization:
-                quantization.check_known()
-            done = destination.write(
-                source=plan.contents.view,
-                target=plan.target,
-                casts=plan.casts,
-                write_small_files=lambda folder: output.write_small_files(folder, plan.contents, options),
-                carried=carried,
-                native_rows=plan.native_rows,
-                vouched=vouched,
-                overwrite=overwrite,
-                progress=progress,
-                workers=workers,
-                digests=digests,
-                fingerprint=plan_fingerprint(
-                    catalog,
-                    plan.target,
-                    plan.casts,
-                    digests=digests,
-                    quantization=quantization.fingerprint if quantization else "",
-                ),
-                selected=catalog.place_of_selected,
-                encoders=quantization.encoders if quantization else None,
-                scales_from=quantization.known.reader if quantization and quantization.known else None,
-                resume=resume,
-                allow_nonfinite=allow_nonfinite,
-            )
-    is_indexed = catalog.container == "safetensors" and src.is_dir()
-    index = index_remarks(catalog.root, catalog.num_bytes) if is_indexed else []
-    ledger = weights.source.ledger
+
+
+def _checked_destination(request: Request, *, overwrite: bool) -> Destination:
+    """The destination. Raises CheckpointError if it may not be written, or is a part of what is read."""
+    require_exists(request.src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
+    destination = destination_of(request.dst, request.output)
+    destination.check(request.src, overwrite=overwrite)
+    if request.options.scales_from is not None:
+        destination.check(request.options.scales_from, overwrite=overwrite)
+    if request.keep_extra and request.model_from is not None:  # tensors are read from it, too
+        destination.check(request.model_from, overwrite=overwrite)
+    return destination
+
+
+def _remarks(request: Request, destination: Destination, weights: NativeWeights, plan: ConversionPlan) -> list[str]:
+    """What a user should know of the plan and the report has no field for."""
+    info, catalog, tensors = plan.contents.info, weights.catalog, weights.source.tensors
+    return [
+        *destination.remarks(request.src, catalog, info),
+        *info.notes,
+        *weights.notes_on_codes,
+        *describe_dtypes(info, tensors, _cast_by_readers(plan), to=request.output.name, dtype=request.dtype),
+    ]
+
+
+def _report(
+    request: Request, weights: NativeWeights, plan: ConversionPlan, done: Execution, remarks: Sequence[str]
+) -> ConvertReport:
+    """The report, without the time that it took."""
+    catalog, info, target = weights.catalog, plan.contents.info, plan.work.target
+    quantization, ledger = plan.quantization, weights.source.ledger
+    known = quantization.known if quantization else None
+    is_indexed = catalog.container == "safetensors" and request.src.is_dir()
+    all_remarks = [
+        _describe_long_files(target.file_bytes, request.options.shard_bytes),
+        describe_mtp(weights.num_mtp_layers, plan.dropped),
+        # of Meta's shards the catalog has one rank's part
+        *describe_extras(plan.dropped, {} if catalog.container == "meta" else catalog.tensors),
+        unchecked_remark(catalog, plan.work.vouched),
+        *remarks,
+        *catalog.notes,
+        *(index_remarks(catalog.root, catalog.num_bytes) if is_indexed else []),
+        *done.remarks,
+    ]
     return ConvertReport(
-        source=str(src),
-        destination=str(dst),
+        source=str(request.src),
+        destination=str(request.dst),
         source_format=f"{catalog.container}, {weights.naming} names",
         selected=catalog.place_of_selected,
-        to=to,
-        model=f"{weights.info.family}, {weights.info.args.num_layers} layers, dim {weights.info.args.dim}",
-        num_tensors=len(plan.target.tensors),
-        num_files=len(plan.target.file_bytes),
-        num_bytes=plan.target.total_bytes,
-        dtypes=count_dtypes(plan.target.tensors),
+        to=request.output.name,
+        model=f"{info.family}, {info.args.num_layers} layers, dim {info.args.dim}",
+        num_tensors=len(target.tensors),
+        num_files=len(target.file_bytes),
+        num_bytes=target.total_bytes,
+        dtypes=count_dtypes(target.tensors),
         dequantized=describe_quantized(weights.quantized),
         source_quantization=weights.quantized.scheme.method if weights.quantized else "",
         quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
         num_scales=quantization.num_scales if quantization else 0,
-        moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,
-        scales_of=str(quantization.known.catalog.place) if quantization and quantization.known else "",
-        num_cast=len(plan.casts),
+        moved_scales=done.num_moved if known else None,
+        scales_of=str(known.catalog.place) if known else "",
+        num_cast=len(plan.work.casts),
         relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
         dropped=plan.dropped,
@@ -245,27 +221,12 @@ def convert(
         missing=tuple(ledger.missing),
         extra=tuple(ledger.extra),
         non_finite=done.non_finite,
-        remarks=tuple(
-            filter(
-                None,
-                [
-                    _describe_long_files(plan.target.file_bytes, options.shard_bytes),
-                    describe_mtp(weights.num_mtp_layers, plan.dropped),
-                    # of Meta's shards the catalog has one rank's part
-                    *describe_extras(plan.dropped, {} if catalog.container == "meta" else catalog.tensors),
-                    unchecked_remark(catalog, vouched),
-                    *remarks,
-                    *catalog.notes,
-                    *index,
-                    *done.remarks,
-                ],
-            )
-        ),
+        remarks=tuple(filter(None, all_remarks)),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,
-        needs=needs,
-        secs=time.monotonic() - started,
-        dry_run=dry_run,
+        needs=done.needs,
+        secs=0.0,
+        dry_run=done.needs is not None,
     )
 
 
@@ -287,25 +248,19 @@ def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None)
     return f"--shard-size: longer, because no tensor is cut to fit: {', '.join(long)}" if long else ""
 
 
-def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:
-    """Bytes that a thread writes per second."""
-    if plan.quantization:
-        return QUANTIZE_BYTES_PER_SEC
-    if _transposes(weights, plan):
-        return TRANSPOSE_BYTES_PER_SEC
-    return DEQUANTIZE_BYTES_PER_SEC if weights.quantized else COPY_BYTES_PER_SEC
-
-
-def _transposes(weights: NativeWeights, plan: ConversionPlan) -> bool:
-    """Whether large matrices are transposed on the way."""
-    read = (*weights.source.expressions.values(), *plan.contents.view.expressions.values())
-    return any(made.rows_together >= TRANSPOSED_ROWS for made in read)
-
-
-def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:
-    """The weights of `src`. Raises CheckpointError that names the folder where `src` is one file of a series."""
+def _open_weights(request: Request, catalog: Catalog) -> NativeWeights:
+    """The weights of the source. Raises CheckpointError that names the folder if it is one file of a series."""
+    src = request.src
     try:
-        return native_weights(catalog, **options)
+        return native_weights(
+            catalog,
+            model_from=request.model_from,
+            allow_missing=request.allow_missing,
+            allow_extra=request.allow_extra,
+            keep_mtp=request.keep_mtp,
+            keep_extra=request.keep_extra,
+            dequantized=dequantized_for(request.dtype),
+        )
     except CheckpointError as error:
         if not (src.is_file() and is_of_series(src.name)):
             raise
@@ -314,31 +269,15 @@ def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:
         ) from error
 
 
-def _check_names(src: Path, dst: Path, weights: NativeWeights, wanted: Format, output: Format) -> list[str]:
-    """A remark on the names in `src`, whose container other formats have, too.
-
-    Raises CheckpointError where they are those of another format.
-    """
-    container, names = weights.catalog.container, weights.naming
-    remarks = [text for begin, text in wanted.names.items() if begin == container or names.startswith(begin)]
-    if remarks or not wanted.names:
-        return [text for text in remarks if text]
-    others = (f for f in FORMATS.values() if container in f.containers and names.startswith(tuple(f.names)))
-    found = next(others, usual_format(container))
-    if found is wanted:
-        return [f"tensors have {names} names, not those of {wanted.called}"]
-    tries = [f"titan convert {found.name}-to-{output.name} {src} {dst}"]
-    raise CheckpointError(f"{src} is {found.called} with {names} names, not {wanted.called}", tries=tries)
-
-
-def _require_format(src: Path, dst: Path, catalog: Catalog, wanted: Format, output: Format) -> None:
-    """Raise CheckpointError where `src` is not what the command's name says."""
-    if catalog.container in wanted.containers:
+def _require_format(request: Request, catalog: Catalog) -> None:
+    """Raise CheckpointError if the source is not what the command's name says."""
+    wanted, output, places = request.source, request.output, f"{request.src} {request.dst}"
+    if wanted is None or catalog.container in wanted.containers:
         return
-    found = usual_format(catalog.container)
-    if found is output:
-        tries = [f"titan reshard {src} {dst}"] if output.name == "dcp" else []
-        tries.append(f"titan convert {output.name}-to-{wanted.name} {src} {dst}")  # the other way round
+    actual = usual_format(catalog.container)
+    if actual is output:
+        tries = [f"titan reshard {places}"] if output.name == "dcp" else []
+        tries.append(f"titan convert {output.name}-to-{wanted.name} {places}")  # the other way round
     else:
-        tries = [f"titan convert {found.name}-to-{output.name} {src} {dst}"]
-    raise CheckpointError(f"{src} is {CONTAINERS[catalog.container].called}, not {wanted.called}", tries=tries)
+        tries = [f"titan convert {actual.name}-to-{output.name} {places}"]
+    raise CheckpointError(f"{request.src} is {CONTAINERS[catalog.container].called}, not {wanted.called}", tries=tries)

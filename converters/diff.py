@@ -15,7 +15,7 @@ from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, ConfigError
 from converters.common.fold import number_ranges
 from converters.containers.dcp_item import read_blob_item
-from converters.conversion.execute import Progress, no_progress
+from converters.conversion.records import Progress, no_progress
 from converters.engine.read import CatalogReader
 from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family

@@ -16,12 +16,11 @@ from converters.common.fold import fold_texts
 from converters.common.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
-from converters.conversion.execute import Execution, Progress, check_places, execute, no_progress
-from converters.conversion.needs import Needs, estimate_needs
+from converters.conversion.execute import check_places, execute
 from converters.conversion.plan import find_casts, find_kept_float32
+from converters.conversion.records import Needs, Plan, Progress, Run, no_progress
 from converters.conversion.remarks import describe_quantized
 from converters.engine.copy import DEFAULT_WORKERS
-from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.families.registry import get_family
 from converters.formats.dcp import EXTRA_FILE
@@ -112,6 +111,7 @@ def reshard(
     the weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
+    run = Run(workers, digests, resume, overwrite, dry_run, progress)
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     check_places(src, dst, overwrite=overwrite)
     _check_choice(mesh, num_files, shard_bytes)
@@ -159,26 +159,17 @@ def reshard(
             planner_data=contents.paths,
         )
         carried = [*(catalog.root / name for name in _other_files(catalog)), *spelling.info.assets.values()]
-        done, needs = Execution({}, []), None
-        if dry_run:
-            needs = estimate_needs(dst, target, num_read=len(catalog.tensors), workers=workers, carried=carried)
-        else:
-            done = execute(
-                dst,
-                source=contents.source,
-                target=target,
-                casts=casts,
-                carried=carried,
-                vouched=vouched,
-                write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
-                overwrite=overwrite,
-                progress=progress,
-                workers=workers,
-                digests=digests,
-                selected=catalog.place_of_selected,
-                fingerprint=plan_fingerprint(catalog, target, casts, digests=digests),
-                resume=resume,
-            )
+        plan = Plan(
+            source=contents.source,
+            target=target,
+            casts=casts,
+            write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
+            carried=carried,
+            catalog=catalog,
+            readers=[reader],
+            vouched=vouched,
+        )
+        done = execute(dst, plan, run)
     names = [*kept.tensors, *kept.blobs]
     remarks = [
         ""
@@ -217,7 +208,7 @@ def reshard(
         remarks=(*filter(None, remarks), *catalog.notes, *done.remarks),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,
-        needs=needs,
+        needs=done.needs,
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )

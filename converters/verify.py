@@ -7,7 +7,7 @@ from pathlib import Path
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import MANIFEST
 from converters.containers.registry import CONTAINERS
-from converters.conversion.execute import Progress, no_progress
+from converters.conversion.records import Progress, no_progress
 from converters.integrity.accept import accept_changes, changed_folder, check_json
 from converters.integrity.checks import (
     DigestRules,

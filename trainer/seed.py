@@ -13,7 +13,8 @@ from converters.common.box import TensorInfo
 from converters.common.dtypes import itemsize
 from converters.common.names import ASSETS_FOLDER
 from converters.containers.dcp_write import plan_dcp
-from converters.conversion.execute import Progress, execute, no_progress
+from converters.conversion.execute import execute
+from converters.conversion.records import Plan, Progress, Run, no_progress
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.layout.layout import boxes_for_mesh
 from converters.model.model_info import write_model_info
@@ -89,17 +90,14 @@ def seed(
         write_model_info(folder, info)
         return write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)
 
-    execute(
-        dst,
+    plan = Plan(
         source=InitialWeights(info, seed=job.seed),
         target=target,
         casts={fqn: of for fqn, of in dtypes.items() if of != "float32"},
         write_small_files=write_small_files,
         carried=list(info.assets.values()),
-        overwrite=overwrite,
-        progress=progress,
-        workers=workers,
     )
+    execute(dst, plan, Run(workers=workers, overwrite=overwrite, progress=progress))
     return SeedReport(
         destination=str(dst),
         model=f"{model.name} {model.flavor}",

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -64,6 +64,21 @@ class TensorSource(Protocol):
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
         """The values of a box, row-major, in the tensor's own dtype. Memory is the box plus a bounded buffer."""
+        ...
+
+
+@runtime_checkable
+class DerivedSource(TensorSource, Protocol):
+    """A source over another one."""
+
+    @property
+    def source(self) -> TensorSource:
+        """The other one."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Text that identifies what is added to it, to resume only the same work."""
         ...
 
 

@@ -40,10 +40,6 @@ class _Joined:
         """The values of a box in the tensor's own dtype."""
         return self.source.read(fqn, box) if fqn in self.source.tensors else self.other.read(fqn, box)
 
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError where the other checkpoint's files have changed; those of `source` check themselves."""
-        self.other.reader.check_unchanged()
-
 
 @contextmanager
 def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[NativeWeights]:
@@ -82,4 +78,4 @@ def _joined(weights: NativeWeights, other: NativeWeights, folder: Path) -> Nativ
     note = f"{count_extras(extras, other.catalog.tensors)} are taken from {folder}"
     info = weights.info
     info = replace(info, outer=other.info.outer, assets={**info.assets, **files}, notes=(*info.notes, note))
-    return replace(weights, source=source, info=info, extras=extras)
+    return replace(weights, source=source, info=info, extras=extras, other_readers=(other.reader,))

@@ -1,22 +1,22 @@
 """The destination of an output: a folder, or one file. Both are checked first, and appear complete or not at all."""
 
 import os
-import shutil
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from converters.common.errors import CheckpointError, TitanError
-from converters.common.names import TEMPORARY_PREFIX
 from converters.containers import torch_file
 from converters.containers.registry import WEIGHT_SUFFIXES
-from converters.conversion.execute import Execution, check_places, execute
+from converters.conversion.execute import check_places, execute
+from converters.conversion.records import Execution, Plan, Run, no_small_files
 from converters.conversion.remarks import describe_left_files, describe_lone_file, describe_tokenizer
 from converters.formats.base import Format
-from converters.source.weights import NativeWeights
+from converters.model.model_info import ModelInfo
+from converters.store.commit import fsync_folder
 from converters.store.replace_file import fsync
 from converters.tokenizers.assets import tokenizer_remark
+from converters.views.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +26,20 @@ class FolderDestination:
     path: Path
     format: Format
 
-    @property
-    def work_folder(self) -> Path:
-        """The folder that `execute` makes."""
-        return self.path
-
     def check(self, src: Path, *, overwrite: bool) -> None:
         """Raise CheckpointError where the output may not be written."""
         check_places(src, self.path, overwrite=overwrite)
 
-    def carried_files(self, weights: NativeWeights) -> Collection[Path]:
-        """The files that are copied along with the weights."""
-        return list(weights.info.assets.values())
+    def remarks(self, src: Path, catalog: Catalog, info: ModelInfo) -> list[str]:
+        """What happens to the files that are not weights, if a user should know. `info`: of the output."""
+        is_meta, vocab_size = catalog.container == "meta", info.args.vocab_size
+        tokenizer = tokenizer_remark(info.assets, to=self.format.name, vocab_size=vocab_size, of_meta=is_meta)
+        left_files = describe_left_files(catalog, info) if src.is_dir() else ""
+        return [tokenizer, describe_tokenizer(info), *info.remarks, left_files]
 
-    def remarks(self, src: Path, weights: NativeWeights) -> list[str]:
-        """What happens to the files that are not weights, where a user should know."""
-        info = weights.info
-        is_meta = weights.catalog.container == "meta"
-        found = tokenizer_remark(info.assets, to=self.format.name, vocab_size=info.args.vocab_size, of_meta=is_meta)
-        left_files = describe_left_files(weights.catalog, info) if src.is_dir() else ""
-        return [found, describe_tokenizer(info), *info.remarks, left_files]
-
-    def write(self, *, overwrite: bool, **plan: Any) -> Execution:
-        """Carry out a plan; the arguments are those of `execute`."""
-        return execute(self.path, overwrite=overwrite, **plan)
+    def write(self, plan: Plan, run: Run) -> Execution:
+        """Carry out a plan."""
+        return execute(self.path, plan, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +47,6 @@ class FileDestination:
     """A single file of weights: written in a temporary folder like any output, then renamed to its place."""
 
     path: Path
-
-    @property
-    def work_folder(self) -> Path:
-        return self.path.absolute().parent / f"{TEMPORARY_PREFIX}{self.path.name}"
 
     def check(self, src: Path, *, overwrite: bool) -> None:
         """Raise CheckpointError where the file may not be written; only a torch file of weights is replaced."""
@@ -82,42 +68,32 @@ class FileDestination:
         if not overwrite:
             raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
 
-    def carried_files(self, weights: NativeWeights) -> Collection[Path]:
-        return ()
-
-    def remarks(self, src: Path, weights: NativeWeights) -> list[str]:
+    def remarks(self, src: Path, catalog: Catalog, info: ModelInfo) -> list[str]:
+        """What one file cannot hold."""
         return [
             "the file does not describe its model: commands that read it need --model-from",
-            describe_lone_file(weights.info),
+            describe_lone_file(info),
         ]
 
-    def write(self, *, overwrite: bool, **plan: Any) -> Execution:
+    def write(self, plan: Plan, run: Run) -> Execution:
         """Carry out a plan whose target is one file."""
-        folder = self.work_folder
-        (name,) = plan["target"].file_bytes
-        try:
-            done = execute(folder, overwrite=True, **plan | {"write_small_files": lambda folder: []})
-        except TitanError as error:
-            message = error.message.replace(str(folder), str(self.path))
-            raise type(error)(message, hint=error.hint, tries=error.tries) from error
-        try:
-            self._move(folder / name, overwrite=overwrite)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return done
+        commit = partial(self._move, overwrite=run.overwrite)
+        return execute(self.path, replace(plan, write_small_files=no_small_files, carried=()), run, commit=commit)
 
-    def _move(self, made: Path, *, overwrite: bool) -> None:
+    def _move(self, folder: Path, *, overwrite: bool) -> None:
+        fsync_folder(folder)
+        file = folder / self.path.name
         if overwrite:
-            os.replace(made, self.path)
+            os.replace(file, self.path)
         else:
             try:
-                os.link(made, self.path)  # unlike a rename, fails where the file has appeared meanwhile
+                os.link(file, self.path)  # unlike a rename, fails where the file has appeared meanwhile
             except FileExistsError as error:
                 raise CheckpointError(
                     f"{self.path}: appeared while it was being made", hint="another job wrote there"
                 ) from error
             except OSError:  # a file system without links
-                os.rename(made, self.path)
+                os.rename(file, self.path)
         fsync(self.path.parent)
 
 

@@ -2,44 +2,22 @@
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
-from converters.common.box import TensorSource
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
-from converters.containers.target import Target
-from converters.conversion.needs import require_room
-from converters.engine.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, copy_tensors
-from converters.engine.journal import reading_order
-from converters.integrity.source_check import Vouched
+from converters.conversion.needs import estimate_needs, require_room
+from converters.conversion.records import Execution, Plan, Run
+from converters.engine.copy import BLOCK_BYTES, UNIT_BYTES, copy_tensors
+from converters.engine.journal import plan_fingerprint, reading_order
 from converters.integrity.staging import RESUME_HINT, staged_output
 from converters.store.commit import check_destination
+from converters.store.commit import commit as commit_folder
 from converters.store.manifest import TensorSum, write_manifest
-from converters.views.encoder import Encoder
-from converters.views.expressions import RowNumbers
-
-Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Execution:
-    """The result of a plan: non-finite values by tensor, and the small files that were written."""
-
-    non_finite: Mapping[str, int]
-    other_files: list[str]
-    relative_error: Mapping[str, float] = field(default_factory=dict)  # the largest error of a cast, by tensor
-    remarks: tuple[str, ...] = ()  # about what an earlier attempt left
-    resumed_bytes: int = 0  # of the data: written by an earlier attempt, and read back
-    num_moved: int = 0  # scales of quantized weights that differ from known ones
-
-
-def no_progress(total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
-    """A Progress that shows nothing."""
-    return nullcontext(lambda num_bytes: None)
 
 
 def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
@@ -52,88 +30,68 @@ def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
     check_destination(dst, overwrite=overwrite)  # last: its advice, --overwrite, must not lead to one of the above
 
 
-def execute(
-    dst: Path,
-    *,
-    source: TensorSource,
-    target: Target,
-    casts: Mapping[str, str],
-    write_small_files: Callable[[Path], list[str]],
-    carried: Collection[Path] = (),
-    native_rows: RowNumbers | None = None,
-    vouched: Vouched | None = None,
-    overwrite: bool = False,
-    progress: Progress = no_progress,
-    workers: int = DEFAULT_WORKERS,
-    digests: bool = True,
-    fingerprint: str | None = None,
-    resume: bool = False,
-    allow_nonfinite: bool = True,
-    encoders: Mapping[str, Encoder] | None = None,
-    scales_from: TensorSource | None = None,
-    selected: str = "",
-) -> Execution:
-    """Fill `target` from `source` in a folder that becomes `dst` on success and is removed otherwise.
+def execute(dst: Path, plan: Plan, run: Run, *, commit: Callable[[Path], None] | None = None) -> Execution:
+    """Fill the target of a plan in a folder that becomes `dst` on success and is removed otherwise.
 
-    `carried`: the files that `write_small_files` copies; their size counts for the free space needed.
-    `vouched`: the digests that the values must have as they are read; another one is an error. Without `digests` the
-    manifest has none, only the CRC32 of every file.
-    `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work continues from what an
-    earlier attempt with the same fingerprint has written, and is kept when an interrupt or a full disk ends it.
-    `encoders` quantize tensors of `source` (copy_tensors) with scales that they read from `scales_from`.
-    `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
-    `selected`: the model of the source, where that holds several.
+    With `run.resume` the folder is kept if an interrupt or a full disk ends the work, and the next attempt at the same
+    plan continues from it. `commit` moves the folder, or what is in it, to `dst`; None: as the folder of a checkpoint.
     """
-    require_room(dst, target, carried)
-    plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
+    if run.dry_run:
+        return Execution(needs=estimate_needs(dst, plan, workers=run.workers))
+    require_room(dst, plan)
+    source, target = plan.source, plan.target
+    if commit is None:
+        check_destination(dst, overwrite=run.overwrite)
+        commit = partial(commit_folder, dst=dst, overwrite=run.overwrite)
+    fingerprint = _fingerprint(plan, run)
     try:
-        with staged_output(dst, fingerprint=plan, resume=resume, overwrite=overwrite) as made:
+        with staged_output(dst, fingerprint=fingerprint, resume=run.resume, commit=commit) as made:
             _keep_only(made.folder, target.file_bytes)
             data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
-            with progress(data_bytes, "copying") as advance:
+            with run.progress(data_bytes, "copying") as advance:
                 copied = copy_tensors(
                     source,
                     target,
                     made.folder,
-                    casts=casts,
-                    encoders=encoders,
-                    workers=workers,
-                    digests=digests,
-                    native_rows=native_rows,
-                    check_source=vouched.check if vouched else None,
+                    casts=plan.casts,
+                    encoders=plan.encoders,
+                    workers=run.workers,
+                    digests=run.digests,
+                    native_rows=plan.native_rows,
+                    check_source=plan.vouched.check if plan.vouched else None,
                     on_bytes=advance,
-                    journal=made.journal if plan else None,
+                    journal=made.journal if fingerprint else None,
                 )
-            if copied.non_finite and not allow_nonfinite:
+            if copied.non_finite and not plan.allow_nonfinite:
                 raise _non_finite_error(copied.non_finite)
             files = target.finish(made.folder, copied.crc32)
-            other_files = write_small_files(made.folder)
+            other_files = plan.write_small_files(made.folder)
             tensors = {
                 name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""))
                 for name, info in target.tensors.items()
             }
-            for name, encoder in (encoders or {}).items() if digests else ():
+            for name, encoder in plan.encoders.items() if run.digests else ():
                 shape = source.tensors[name].shape
                 other = () if shape == tensors[name].shape else shape
                 tensors[name] = replace(tensors[name], digest_dtype=encoder.digest_dtype, digest_shape=other)
+            selected = plan.catalog.place_of_selected if plan.catalog else ""
             write_manifest(made.folder, tensors=tensors, files=files, selected=selected)
-            for each in (source, scales_from):  # last: nothing is read after this
-                _require_unchanged(each)
+            for reader in plan.readers:  # last: nothing is read after this
+                reader.check_unchanged()
     except OSError as error:  # the disk filled up or went away
-        raise CheckpointError(
-            f"cannot write {dst}: {error.strerror or error}", hint=RESUME_HINT if resume else "nothing was left behind"
-        ) from error
+        hint = RESUME_HINT if run.resume else "nothing was left behind"
+        raise CheckpointError(f"cannot write {dst}: {error.strerror or error}", hint=hint) from error
     return Execution(
         copied.non_finite, other_files, copied.relative_error, made.remarks, copied.resumed_bytes, copied.num_moved
     )
 
 
-def _require_unchanged(source: TensorSource | None) -> None:
-    """Raise CheckpointError where files that a source reads from have changed."""
-    while source is not None:
-        if check := getattr(source, "check_unchanged", None):
-            check()
-        source = getattr(source, "source", None)
+def _fingerprint(plan: Plan, run: Run) -> str | None:
+    """Text that identifies the work, to resume only the same; None for a source that is no checkpoint."""
+    if plan.catalog is None:
+        return None
+    whole = plan_fingerprint(plan.catalog, plan.target, plan.casts, digests=run.digests, quantization=plan.quantization)
+    return f"{whole[:12]}{reading_order(plan.source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
 
 
 def _keep_only(folder: Path, file_bytes: Mapping[str, int]) -> None:

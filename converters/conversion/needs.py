@@ -1,15 +1,18 @@
 """Estimate the memory, disk space and time of a conversion, for `--dry-run` and the check of free space."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
+from converters.common.box import TensorSource
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.common.sizes import MIB
 from converters.containers.target import Target
+from converters.conversion.records import Needs, Plan
 from converters.engine.copy import UNIT_BYTES
 from converters.integrity.staging import bytes_left_behind
 from converters.store.commit import require_space
+from converters.views.expressions import TRANSPOSED_ROWS
+from converters.views.view import View
 
 # HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
 # A slower disk is the bottleneck instead.
@@ -39,52 +42,45 @@ _UNIT_LINE_BYTES = 384
 _CARRIED, _TRANSLATED = 2, 10
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """An estimate. `free_bytes` is what the disk of the destination has; `fits` says whether that is enough."""
-
-    memory_bytes: int  # peak, anonymous
-    disk_bytes: int  # the small files and the journal included
-    free_bytes: int
-    fits: bool
-    secs: float  # at the rate below
-    bytes_per_sec: float
-
-
-def estimate_needs(
-    dst: Path,
-    target: Target,
-    *,
-    num_read: int,
-    workers: int,
-    carried: Collection[Path] = (),
-    worker_bytes_per_sec: float = COPY_BYTES_PER_SEC,
-    worker_bytes: int = WORKER_BYTES,
-) -> Needs:
-    """The needs of writing `target` to `dst` with `workers` threads from `num_read` tensors; `carried`: files that are
-    copied along; `worker_bytes_per_sec`: what one thread makes, where that is slower than copying; `worker_bytes`: its
-    memory.
-    """
+def estimate_needs(dst: Path, plan: Plan, *, workers: int) -> Needs:
+    """The needs of writing a plan to `dst` with `workers` threads."""
+    transposes = _transposes(plan.source)
+    worker_bytes_per_sec = DEQUANTIZE_BYTES_PER_SEC if plan.is_dequantized else COPY_BYTES_PER_SEC
+    if plan.encoders:
+        worker_bytes_per_sec = QUANTIZE_BYTES_PER_SEC
+    elif transposes:
+        worker_bytes_per_sec = TRANSPOSE_BYTES_PER_SEC
     bytes_per_sec = min(COPY_BYTES_PER_SEC, worker_bytes_per_sec * workers)
-    disk_bytes = needed_bytes(target, carried)
-    # The output is made in the parent of `dst`. Raises where nothing can be written there.
+    disk_bytes = needed_bytes(plan.target, plan.carried)
+    # The output is made in the parent of `dst`. Raises if nothing can be written there.
     free_bytes = require_space(dst.absolute().parent, 0)
+    num_read = 0 if plan.catalog is None else len(plan.catalog.tensors)
     return Needs(
         memory_bytes=BASE_BYTES
-        + worker_bytes * workers
-        + SLOT_BYTES * len(target.slots)
-        + TENSOR_BYTES * (num_read + len(target.tensors)),
+        + (TRANSPOSING_WORKER_BYTES if transposes else WORKER_BYTES) * workers
+        + SLOT_BYTES * len(plan.target.slots)
+        + TENSOR_BYTES * (num_read + len(plan.target.tensors)),
         disk_bytes=disk_bytes,
         free_bytes=free_bytes,
         fits=free_bytes >= disk_bytes - bytes_left_behind(dst),
-        secs=START_SECS + SLOT_SECS * len(target.slots) + target.total_bytes / bytes_per_sec,
+        secs=START_SECS + SLOT_SECS * len(plan.target.slots) + plan.target.total_bytes / bytes_per_sec,
         bytes_per_sec=bytes_per_sec,
     )
 
 
-def require_room(dst: Path, target: Target, carried: Collection[Path] = ()) -> None:
-    """Raise CheckpointError where the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
-    require_space(dst, max(0, needed_bytes(target, carried) - bytes_left_behind(dst)))
+def _transposes(source: TensorSource) -> bool:
+    """Whether large matrices are transposed on the way."""
+    while isinstance(source, View):
+        if any(expression.rows_together >= TRANSPOSED_ROWS for expression in source.expressions.values()):
+            return True
+        source = source.source
+    return False
+
+
+def require_room(dst: Path, plan: Plan) -> None:
+    """Raise CheckpointError if the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
+    num_bytes = needed_bytes(plan.target, plan.carried) - bytes_left_behind(dst)
+    require_space(dst.absolute().parent if dst.is_file() else dst, max(0, num_bytes))
 
 
 def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:

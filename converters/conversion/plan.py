@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -11,17 +10,17 @@ from converters.common.collector import collector_paused
 from converters.common.dtypes import DTYPES, itemsize
 from converters.common.errors import CheckpointError, ConfigError, list_offenders
 from converters.common.fold import fold_texts
-from converters.containers.target import Target
 from converters.conversion.quantize import Quantization, plan_quantization
+from converters.conversion.records import Plan, Request
 from converters.families.registry import get_family
 from converters.formats.base import Contents, Format, OutputOptions
-from converters.integrity.source_check import check_digests
+from converters.integrity.source_check import Vouched, check_digests, vouched_for
 from converters.model.multimodal import require_place, with_extras
 from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import is_named
 from converters.source.weights import NativeWeights, without_outer
 from converters.store.digest import TensorDigest
-from converters.views.expressions import Expression, Index, RowNumbers, Source, Stack
+from converters.views.expressions import Expression, Index, Source, Stack
 from converters.views.view import View
 
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
@@ -29,15 +28,11 @@ DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """The view that the tensors are read from, the target that they are written to, and their casts."""
+    """A plan of writing the weights of a model, and what the report says of it."""
 
+    work: Plan
     contents: Contents
-    target: Target
-    casts: Mapping[str, str]
     kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
-    stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
-    rearranged: frozenset[str]  # the source's own names of tensors that are halved, joined of halves, or transposed
-    native_rows: RowNumbers | None  # None: rows are written in native order
     dropped: Mapping[str, str]  # source tensor → reason
     made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
     quantization: Quantization | None
@@ -45,20 +40,15 @@ class ConversionPlan:
 
 @collector_paused()
 def plan_conversion(
-    weights: NativeWeights,
-    *,
-    dst: Path,
-    output: Format,
-    options: OutputOptions,
-    dtype: str | None,
-    scales_from: NativeWeights | None = None,
-    keep_extra: bool | None = None,
+    weights: NativeWeights, request: Request, *, scales_from: NativeWeights | None = None
 ) -> ConversionPlan:
-    """Plan writing `weights` as `output`; `scales_from`: the open checkpoint that `options` name.
+    """Plan writing `weights` as requested; `scales_from`: the open checkpoint that the options name.
 
-    Raises UnsupportedError where it cannot hold this model, CheckpointError where it cannot hold values that are not
-    zero, and ConfigError for a `keep_extra` where it cannot hold the tensors beside the text model.
+    Raises UnsupportedError if the output cannot hold this model, CheckpointError if it cannot hold values that are not
+    zero or if the source's small files are not those of its manifest, and ConfigError for a `keep_extra` if it cannot
+    hold the tensors beside the text model.
     """
+    output, options = request.output, request.options
     output.check_options(options)
     family = get_family(weights.info.family)
     naming = output.naming(family, options)
@@ -68,14 +58,13 @@ def plan_conversion(
     view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
     if naming is not None and holds_extras:
         view = with_extras(view, weights.source, weights.extras)
-    ledger = weights.source.ledger
     native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
-    written = {fqn for held in native_of.values() for fqn in held}
+    written = {fqn for names in native_of.values() for fqn in names}
     homeless = () if holds_extras else weights.extras
-    no_place = require_place(output.called, homeless, keep_extra=keep_extra)
+    no_place = require_place(output.called, homeless, keep_extra=request.keep_extra)
     dropped = no_place if naming is None else no_place | _dropped(weights, view, output, options)
-    native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
-    casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
+    native_casts = find_casts(weights.source.tensors, request.dtype, keep=family.keep_float32)
+    casts = {name: native_casts[names[0]] for name, names in native_of.items() if names[0] in native_casts}
     quantization = None
     if options.quantize is not None and naming is not None:
         quantization = plan_quantization(
@@ -85,7 +74,7 @@ def plan_conversion(
         casts |= quantization.casts(view.tensors)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     info = without_outer(weights.info, family) if homeless else weights.info
-    contents = Contents(tensors, view, family, info, dst)
+    contents = Contents(tensors, view, family, info, request.dst)
     if quantization is not None:
         coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))
         contents = replace(
@@ -94,26 +83,48 @@ def plan_conversion(
             quantization=quantization.scheme,
             coded=frozenset(coded),
         )
-    kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
-    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if expression.has_own_digest}
-    stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
-    return ConversionPlan(
-        contents=contents,
+    kept = find_kept_float32(weights.source.tensors, request.dtype, keep=family.keep_float32)
+    work = Plan(
+        source=view,
         target=output.plan(contents, options),
         casts=casts,
-        kept_float32=tuple(fqn for fqn in kept if fqn in written),
-        stored={name: tuple(n for n in names if n not in ledger.scales) for name, names in stored.items()},
-        rearranged=frozenset(
-            held
-            for name, names in stored.items()
-            if view.expressions[name].has_own_digest or not in_halves.isdisjoint(native_of[name])
-            for held in names
-        ),
+        write_small_files=lambda folder: output.write_small_files(folder, contents, options),
+        carried=list(info.assets.values()),
+        catalog=weights.catalog,
+        readers=[weights.reader, *weights.other_readers, *([scales_from.reader] if scales_from else [])],
         native_rows=None if naming is None else view.native_rows,
-        dropped={**ledger.dropped, **dropped},
-        made={fqn: reason for fqn, reason in ledger.made.items() if fqn in written},
+        vouched=_vouched(weights, view, native_of, is_native=naming is None),
+        encoders=quantization.encoders if quantization else {},
+        quantization=quantization.fingerprint if quantization else "",
+        is_dequantized=weights.quantized is not None,
+        allow_nonfinite=request.allow_nonfinite,
+    )
+    return ConversionPlan(
+        work=work,
+        contents=contents,
+        kept_float32=tuple(fqn for fqn in kept if fqn in written),
+        dropped={**weights.source.ledger.dropped, **dropped},
+        made={fqn: reason for fqn, reason in weights.source.ledger.made.items() if fqn in written},
         quantization=quantization,
     )
+
+
+def _vouched(
+    weights: NativeWeights, view: View, native_of: Mapping[str, Sequence[str]], *, is_native: bool
+) -> Vouched | None:
+    """The digests that the source's manifest has of what is read."""
+    source = weights.source
+    stored = {name: _stored(view.expressions[name], source, is_native=is_native) for name in native_of}
+    in_halves = {fqn for fqn, expression in source.expressions.items() if expression.has_own_digest}
+    rearranged = frozenset(
+        name
+        for target, names in stored.items()
+        if view.expressions[target].has_own_digest or not in_halves.isdisjoint(native_of[target])
+        for name in names
+    )
+    values = {target: tuple(n for n in names if n not in source.ledger.scales) for target, names in stored.items()}
+    dequantized = weights.quantized.dtype if weights.quantized else ""
+    return vouched_for(weights.catalog, values, rearranged=rearranged, dequantized=dequantized)
 
 
 def _stored(expression: Expression, native: View, *, is_native: bool) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from converters.common.box import TensorInfo
 from converters.common.errors import ConfigError, UnsupportedError, list_offenders
 from converters.common.fold import fold_texts
+from converters.conversion.records import Request
 from converters.engine.journal import files_identity
 from converters.families.base import EMBEDDING, OUTPUT, Naming, other_numbers
 from converters.families.registry import get_family
@@ -208,17 +209,16 @@ def describe_unknown(known: NativeWeights | None, num_mtp_layers: int) -> str:
 
 
 @contextmanager
-def opened_scales(
-    folder: Path | None, weights: NativeWeights, *, keep_mtp: bool = False
-) -> Iterator[NativeWeights | None]:
-    """The quantized copy of a model that `--scales-from` names. Raises ConfigError where it is of another model.
+def opened_scales(request: Request, weights: NativeWeights) -> Iterator[NativeWeights | None]:
+    """The quantized copy of a model that `--scales-from` names. Raises ConfigError if it is of another model.
 
-    `keep_mtp`: with its layers for multi-token prediction, if there are any.
+    With its layers for multi-token prediction, if they are kept and there are any.
     """
+    folder = request.options.scales_from if "scales_from" in request.output.takes else None
     if folder is None:
         yield None
         return
-    with native_weights(open_checkpoint(folder), keep_mtp=keep_mtp) as known:
+    with native_weights(open_checkpoint(folder), keep_mtp=request.keep_mtp) as known:
         if known.quantized is None:
             raise ConfigError(f"--scales-from {folder}: its weights are not quantized")
         other = other_numbers(weights.info.args, known.info.args)

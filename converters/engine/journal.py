@@ -13,7 +13,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from converters.common.box import TensorSource
+from converters.common.box import DerivedSource, TensorSource
 from converters.common.crc import crc32
 from converters.common.errors import CheckpointError
 from converters.common.names import DCP_METADATA, MANIFEST
@@ -21,6 +21,7 @@ from converters.containers.target import Target
 from converters.store.file_lock import is_open_file, lock_file
 from converters.views.catalog import Catalog
 from converters.views.expressions import Expression, HeadRows, Source, head_order
+from converters.views.view import View
 
 VERSION = 3
 
@@ -68,24 +69,27 @@ def files_identity(catalog: Catalog) -> str:
 def reading_order(source: TensorSource, *numbers: int) -> str:
     """32 hex digits that identify `numbers`, and what a source and its views read for each tensor."""
     summed = xxh3_128(repr(numbers).encode())
-    while (inner := getattr(source, "source", None)) is not None:
-        expressions: Mapping[str, Expression] | None = getattr(source, "expressions", None)
-        if expressions is None:
-            summed.update(repr(getattr(source, "identity", type(source).__name__)).encode())
-        else:  # as before there were expressions, where a tensor is made of one
-            summed.update(
-                repr(sorted((fqn, made.sources[0]) for fqn, made in expressions.items() if made.sources)).encode()
-            )
-            for fqn, made in sorted(expressions.items()):
-                match made:
-                    case HeadRows(Source(), head_dim, to_halves):
-                        summed.update(fqn.encode() + head_order(head_dim, to_halves=to_halves).tobytes())
-                    case Source():
-                        continue
-                    case _:
-                        summed.update(f"{fqn} {made!r}".encode())
-        source = inner
+    while isinstance(source, View | DerivedSource):
+        if isinstance(source, View):
+            _add_expressions(summed, source.expressions)
+        else:
+            summed.update(repr(source.identity).encode())
+        source = source.source
     return summed.hexdigest()
+
+
+def _add_expressions(summed: xxh3_128, expressions: Mapping[str, Expression]) -> None:
+    # as before there were expressions, where a tensor is made of one
+    first = sorted((fqn, made.sources[0]) for fqn, made in expressions.items() if made.sources)
+    summed.update(repr(first).encode())
+    for fqn, made in sorted(expressions.items()):
+        match made:
+            case HeadRows(Source(), head_dim, to_halves):
+                summed.update(fqn.encode() + head_order(head_dim, to_halves=to_halves).tobytes())
+            case Source():
+                continue
+            case _:
+                summed.update(f"{fqn} {made!r}".encode())
 
 
 class Journal:

@@ -8,7 +8,7 @@ or removes it.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from converters.common.errors import CheckpointError
 from converters.common.names import JOURNAL, TEMPORARY_PREFIX
 from converters.common.threads import deferred_signals
 from converters.engine.journal import Journal
-from converters.store.commit import check_destination, commit, new_staging
+from converters.store.commit import new_staging
 
 RESUME_HINT = "what was written is kept: run again with --resume to continue"
 
@@ -35,19 +35,20 @@ class Unfinished:
 
 
 @contextmanager
-def staged_output(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool) -> Iterator[Unfinished]:
-    """A folder that becomes `dst` when the block succeeds.
+def staged_output(
+    dst: Path, *, fingerprint: str | None, resume: bool, commit: Callable[[Path], None]
+) -> Iterator[Unfinished]:
+    """A folder that `commit` moves to `dst` when the block succeeds.
 
     When it fails, everything is removed; with `resume`, it is kept after an interrupt or a full disk. Raises
-    CheckpointError before any work if `dst` exists already or another process is making it.
+    CheckpointError before any work if another process is making `dst`.
     """
-    check_destination(dst, overwrite=overwrite)
     made = None
     try:
         with deferred_signals():  # one within the claim would leave a folder without an owner
             made = _claim(dst, fingerprint=fingerprint, resume=resume)
         yield made
-        commit(made.folder, dst, overwrite=overwrite)
+        commit(made.folder)
         shutil.rmtree(made.folder.parent, ignore_errors=True)
     except BaseException as error:
         if made is None:

@@ -52,6 +52,7 @@ class NativeWeights:
     quantized: QuantizedTensors | None = None  # if weights are stored as codes with scales
     num_mtp_layers: int = 0  # of the checkpoint, also if they are not among the weights
     extras: tuple[str, ...] = ()  # of the weights: those beside the text model of a multimodal checkpoint
+    other_readers: tuple[CatalogReader, ...] = ()  # of another checkpoint that completes it
 
     @property
     def notes(self) -> list[str]:

@@ -320,6 +320,8 @@ def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:
 class WithNumbers:
     """A TensorSource with additional 0-dim tensors in memory."""
 
+    identity = "WithNumbers"  # the numbers themselves are read from the source
+
     def __init__(self, source: TensorSource, numbers: Mapping[str, np.ndarray]):
         self.source = source
         self.tensors = dict(source.tensors) | {n: TensorInfo(v.dtype.name, v.shape) for n, v in numbers.items()}

@@ -22,6 +22,7 @@ from converters.common.dtypes import itemsize, numpy_dtype  # noqa: E402
 from converters.containers.dcp_item import blob_item  # noqa: E402
 from converters.containers.dcp_write import plan_dcp  # noqa: E402
 from converters.conversion.execute import execute  # noqa: E402
+from converters.conversion.records import Plan, Run  # noqa: E402
 from converters.families.base import ModelArgs  # noqa: E402
 from converters.families.llama3 import LLAMA3  # noqa: E402
 from converters.layout.layout import boxes_for_mesh  # noqa: E402
@@ -66,7 +67,7 @@ def write_training_checkpoint(folder: Path, args: ModelArgs) -> int:
         write_model_info(at, ModelInfo("llama3", args))
         return []
 
-    execute(folder, source=Noise(tensors), target=target, casts={}, write_small_files=write_small_files)
+    execute(folder, Plan(Noise(tensors), target, write_small_files=write_small_files), Run())
     return target.total_bytes
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # typ
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
-from converters.conversion.execute import Progress, no_progress
+from converters.conversion.records import Progress, no_progress
 from converters.store.commit import require_space
 from converters.store.hub_checksums import is_computable
 from converters.tokenizers.assets import CARRIED, CHAT_TEMPLATES

@@ -10,7 +10,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.containers.safetensors import read_weight_map
-from converters.conversion.execute import Progress
+from converters.conversion.records import Progress
 from converters.store.hub_checksums import Recorded, has_content, is_computable, recorded_files
 from titan_tools.hub.targets import DownloadTarget, RemoteFile
 

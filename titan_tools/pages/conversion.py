@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from converters.common.fold import fold_texts
 from converters.common.sizes import format_bytes
-from converters.conversion.needs import Needs
+from converters.conversion.records import Needs
 from converters.convert import ConvertReport
 from converters.families.rules import OTHER_MEDIUM
 from converters.model.mtp import MTP_REASON

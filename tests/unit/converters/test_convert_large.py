@@ -207,6 +207,7 @@ COPY = """
 import sys
 from pathlib import Path
 from converters.conversion.execute import execute
+from converters.conversion.records import Plan, Run
 from converters.containers.dcp_write import plan_dcp
 from converters.layout.layout import boxes_for_any_mesh
 from converters.source.open import open_checkpoint
@@ -214,7 +215,7 @@ from converters.engine.read import CatalogReader
 
 with CatalogReader(open_checkpoint(Path(sys.argv[1]))) as reader:
     target = plan_dcp(reader.tensors, boxes_for_any_mesh(reader.tensors, file_bytes=5 * 10**9))
-    execute(Path(sys.argv[2]), source=reader, target=target, casts={}, write_small_files=lambda folder: [], workers=2)
+    execute(Path(sys.argv[2]), Plan(reader, target), Run(workers=2))
 """
 
 

@@ -17,6 +17,7 @@ from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
 from converters.conversion.execute import execute
 from converters.conversion.needs import needed_bytes
+from converters.conversion.records import Plan, Run
 from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import Journal, plan_fingerprint
@@ -51,7 +52,9 @@ def tree(folder):
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def run(src, dst, *, resume=True, stop_after=None, error=KeyboardInterrupt, casts=None, **options):
+def run(
+    src, dst, *, resume=True, stop_after=None, error=KeyboardInterrupt, casts=None, allow_nonfinite=True, **options
+):
     """A conversion that can be stopped after some blocks."""
     catalog = open_checkpoint(src)
     casts = casts or {}
@@ -72,17 +75,15 @@ def run(src, dst, *, resume=True, stop_after=None, error=KeyboardInterrupt, cast
                 if done[0] == stop_after:
                     raise error
 
-        return execute(
-            dst,
+        plan = Plan(
             source=reader,
             target=target,
             casts=casts,
             write_small_files=lambda folder: (folder / "small").write_text("small") and ["small"],
-            progress=lambda total, what: Stopping(),
-            fingerprint=plan_fingerprint(catalog, target, casts),
-            resume=resume,
-            **options,
+            catalog=catalog,
+            allow_nonfinite=allow_nonfinite,
         )
+        return execute(dst, plan, Run(progress=lambda total, what: Stopping(), resume=resume, **options))
 
 
 def left_of(tmp_path):
@@ -273,18 +274,8 @@ def test_digests_can_be_left_out(tmp_path, src):
     for resume in (False, True):
         catalog = open_checkpoint(src)
         with CatalogReader(catalog) as reader:
-            target = plan_safetensors(reader.tensors)
-            execute(
-                tmp_path / "out",
-                source=reader,
-                target=target,
-                casts={},
-                write_small_files=lambda folder: [],
-                digests=False,
-                fingerprint=plan_fingerprint(catalog, target, {}, digests=False),
-                resume=resume,
-                overwrite=resume,
-            )
+            plan = Plan(reader, plan_safetensors(reader.tensors), catalog=catalog)
+            execute(tmp_path / "out", plan, Run(digests=False, resume=resume, overwrite=resume))
         manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
         assert {t["digest"] for t in manifest["tensors"].values()} == {""}
         assert verify(tmp_path / "out").ok  # against CRC32s
@@ -329,7 +320,8 @@ def test_what_is_written_already_needs_no_room_again(tmp_path, src, monkeypatch,
     usage, asked = shutil.disk_usage(tmp_path), []
     with monkeypatch.context() as patch:
         patch.setattr(
-            "converters.conversion.execute.require_room", lambda dst, *what: asked.append(needed_bytes(*what))
+            "converters.conversion.execute.require_room",
+            lambda dst, plan: asked.append(needed_bytes(plan.target, plan.carried)),
         )
         run(src, tmp_path / "whole")
     free = asked[0] - 60_000  # of the 170 kB of data, half is there
