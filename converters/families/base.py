@@ -228,9 +228,16 @@ class Experts:
     shared_hidden: int = 0  # features inside of the expert that every token uses, whose output is added; 0: none
     balance_rate: float = 1e-3  # change of `expert_bias` per optimizer step (arXiv 2408.15664); 0: it stays as it is
     scales_input: bool = False  # a token's weight multiplies what its expert reads, and not the output
-    # GPT-OSS's experts, which have biases, as the router has: one matrix has the rows of gates and up-projections in
-    # turn; gates are clamped to at most `clamp`, up-projections to ± clamp. None: SwiGLU without biases
+    # Experts are chosen by their logits, in float64, and not by scores: float32 sigmoids of large logits are all 1
+    chooses_by_logits: bool = False
+    # The router and the experts have biases. One matrix has the rows of gates and up-projections in turn; gates are
+    # clamped to at most `clamp`, up-projections to ± clamp
+    has_biases: bool = False
     clamp: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.has_biases != (self.clamp is not None):
+            raise ValueError("experts with biases have a clamp, and others have none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ def block(args: ModelArgs, layer: int) -> Block:
         top_k=args.experts_per_token,
         hidden=args.ffn_hidden,
         balance_rate=args.balance_rate,
+        has_biases=True,
         clamp=args.clamp,
     )
     return Block(experts, GroupedQuery(window=window, has_sinks=True))

@@ -60,6 +60,7 @@ def block(args: ModelArgs, layer: int) -> Block:
         shared_hidden=args.expert_hidden,
         balance_rate=args.balance_rate,
         scales_input=True,
+        chooses_by_logits=True,
     )
     return Block(experts, attention)
 

@@ -51,7 +51,7 @@ def test_a_grouped_product_is_a_loop_of_products(dtype, counts, dim, width):
 def test_biased_experts_are_those_of_a_cpu_in_float32(dtype, counts):
     """The gradient of a bias is a product with eight columns of ones."""
     torch.manual_seed(0)
-    experts = BiasedExperts(64, Experts(num=len(counts), top_k=1, hidden=96, clamp=7.0)).to(dtype)
+    experts = BiasedExperts(64, Experts(num=len(counts), top_k=1, hidden=96, has_biases=True, clamp=7.0)).to(dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     exact = deepcopy(experts).float()

@@ -49,9 +49,9 @@ class Router(nn.Module):
         self.score, self.scale = experts.score, experts.scale
         self.num_groups, self.top_groups = experts.num_groups, experts.top_groups
         self.best_of_group = experts.best_of_group
-        self.chooses_by_logits = experts.score == SIGMOID and experts.scales_input
+        self.chooses_by_logits = experts.chooses_by_logits
         self.forces_balance = False  # for measurements: experts in turn, whatever the scores
-        self.gate = Gate(dim, experts.num, bias=experts.clamp is not None)
+        self.gate = Gate(dim, experts.num, bias=experts.has_biases)
 
     def forward(self, x_TD: Tensor, bias_E: Tensor) -> Routes:
         logits_TE: Tensor = self.gate(x_TD)
@@ -60,7 +60,7 @@ class Router(nn.Module):
             slots_R = torch.arange(len(x_TD) * self.top_k, device=x_TD.device)
             ids_TK = (slots_R % self.num_experts).view(-1, self.top_k)
         else:
-            # Llama 4 chooses by logits; the float32 sigmoids of large ones all round to 1, those in float64 up to 36
+            # the float32 sigmoids of large logits all round to 1, those in float64 up to 36
             choice_TE = logits_TE.double().sigmoid() if self.chooses_by_logits else scores_TE
             choice_TE = choice_TE + bias_E
             if self.num_groups > 1:
@@ -213,7 +213,7 @@ class MoE(nn.Module):
         self.router = Router(dim, experts)
         self.dispatch = LocalDispatch()
         self.scales_input = experts.scales_input
-        self.experts = GroupedExperts(dim, experts) if experts.clamp is None else BiasedExperts(dim, experts)
+        self.experts = BiasedExperts(dim, experts) if experts.has_biases else GroupedExperts(dim, experts)
         self.shared_experts = SharedExperts(dim, experts.shared_hidden) if experts.shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(experts.num, dtype=torch.float32))
         self.load_E: Tensor | None = None  # rows of each expert, int64: backward adds those of its forward

@@ -1,15 +1,25 @@
 """GPT-OSS's biased experts and Llama 4's scaled inputs: one layer against that of transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from converters.families.base import Experts
+from converters.families.registry import get_family
 from trainer.models.biased_experts import BiasedExperts, clamped_swiglu
 from trainer.models.moe import MoE
 
 SIZES = [(64, 48), (64, 64), (30, 26)]  # experts narrower than the model, as wide, and more than torch's kernel takes
 CLAMP = 1.5  # low, so that many values are clamped
+
+
+def experts_of(family: str, **numbers: float) -> Experts:
+    """Twelve experts as a family has them, with other numbers."""
+    blocks = get_family(family).blocks(get_family(family).flavors["debugmodel"])
+    experts = next(block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts))
+    return replace(experts, num=12, **numbers)
 
 
 def gpt_oss(dim: int, width: int):
@@ -24,7 +34,7 @@ def gpt_oss(dim: int, width: int):
         swiglu_limit=CLAMP,
         experts_implementation="eager",
     )
-    theirs, ours = GptOssMLP(config), MoE(dim, Experts(num=12, top_k=3, hidden=width, clamp=CLAMP))
+    theirs, ours = GptOssMLP(config), MoE(dim, experts_of("gpt_oss", top_k=3, hidden=width, clamp=CLAMP))
     return theirs, ours
 
 
@@ -46,9 +56,7 @@ def llama4(dim: int, width: int, top_k: int = 1):
     config = Llama4TextConfig(
         hidden_size=dim, intermediate_size=width, num_local_experts=12, num_experts_per_tok=top_k, num_attention_heads=2
     )
-    experts = Experts(
-        num=12, top_k=top_k, hidden=width, normalize=False, score="sigmoid", shared_hidden=width, scales_input=True
-    )
+    experts = experts_of("llama4", top_k=top_k, hidden=width, shared_hidden=width)
     return Llama4TextMoe(config), MoE(dim, experts)
 
 
@@ -182,7 +190,7 @@ def test_slices_of_experts_add_up_to_the_whole():
     exact = torch.autograd.grad(wanted, (whole.mlp1_bias, whole.mlp2_bias), upstream)
     total, grads = torch.zeros_like(wanted), []
     for half in (0, 1):
-        part = BiasedExperts(64, Experts(num=12, top_k=3, hidden=48, clamp=CLAMP))
+        part = BiasedExperts(64, experts_of("gpt_oss", top_k=3, hidden=48, clamp=CLAMP))
         part.adds_last_bias = half == 0
         weights = whole.mlp1_weight.chunk(2, 1)[half], whole.mlp2_weight.chunk(2, 2)[half]
         biases = whole.mlp1_bias.chunk(2, 1)[half], whole.mlp2_bias
