@@ -107,7 +107,7 @@ def _as_loaded(path: Path, shards: list[Catalog]) -> list[Catalog]:
         return shards  # reported when they are joined, or the model is read
     if args.num_layers > len(shards[0].tensors):
         return shards
-    stored = family.meta_stored(args)
+    stored = family.meta.stored(args) if family.meta else []
     return [as_loaded(shard, stored) for shard in shards] if stored else shards
 
 

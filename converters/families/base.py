@@ -344,6 +344,25 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class MetaFormat:
+    """How Meta's format has the models of a family."""
+
+    args_from_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs]  # params.json, shapes
+    params: Callable[[ModelArgs], dict[str, Any]]
+    key: str = ""  # a key of params.json that only this family's has; "": it has none of the other families'
+    shard_dims: Mapping[str, int] = field(default_factory=dict)  # where shards are not cut along tp_dim
+    stored: Callable[[ModelArgs], list[StoredTensor]] = lambda args: []
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """config.json of a family's own release, which is not transformers'."""
+
+    read: Callable[[Mapping[str, Any]], dict[str, Any] | None]  # as transformers would state it; None for other files
+    write: Callable[[ModelArgs], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Multimodal:
     """A class of transformers that has a family's models as its text part, with encoders of other media beside."""
 
@@ -364,20 +383,12 @@ def _no_problems(args: ModelArgs) -> list[str]:
     return []
 
 
-def _none_stored(args: ModelArgs) -> list[StoredTensor]:
-    return []
-
-
 def _same_naming(naming: Naming, args: ModelArgs) -> Naming:
     return naming
 
 
 def _any_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, "TensorInfo"]) -> Naming:
     return naming
-
-
-def _no_release(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,12 +402,7 @@ class Family:
     args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs]
     hf_config: Callable[[ModelArgs], dict[str, Any]]  # without token ids and dtype, which the caller knows
     hf_architectures: tuple[str, ...]  # config.json's `architectures` that this family reads
-    # (params.json, full shapes) → numbers, and back. None: Meta's format has no such models
-    args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs] | None = None
-    meta_params: Callable[[ModelArgs], dict[str, Any]] | None = None
-    meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # where Meta's shards are not cut along tp_dim
-    meta_key: str = ""  # a key of params.json that only this family's has; "": it has none of the other families'
-    meta_stored: Callable[[ModelArgs], list[StoredTensor]] = _none_stored
+    meta: MetaFormat | None = None  # None: Meta's format has no such models
     args_type: type[ModelArgs] = ModelArgs  # a subclass if the family has its own numbers, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them
     # Whether a model is of this family, where several share an architecture's name or Meta's format
@@ -412,9 +418,7 @@ class Family:
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
     # The naming of a checkpoint's tensors among those of the same names, where only shapes distinguish them
     naming_by_shapes: Callable[[Naming, ModelArgs, Mapping[str, "TensorInfo"]], Naming] = _any_shapes
-    # config.json of the family's own release, as transformers would state it; None for other files
-    from_release: Callable[[Mapping[str, Any]], dict[str, Any] | None] = _no_release
-    release_config: Callable[[ModelArgs], dict[str, Any]] | None = None  # and that file's content
+    release: Release | None = None
     quantized_as: tuple[str, ...] = ("fp8",)  # how such models are published, beside 16 bits (quantization.Scheme)
 
     def blocks(self, args: ModelArgs) -> list[Block]:

@@ -8,14 +8,32 @@ from converters.common.errors import CheckpointError, UnsupportedError, list_off
 from converters.families.base import ModelArgs, YarnRope, rope_type
 from converters.families.deepseek_v3 import SIGMOID, SOFTMAX, DeepSeekArgs
 from converters.families.hf_config import (
-    DEEPSEEK_V2_FIELDS,
-    DEEPSEEK_V3_FIELDS,
+    DECODER_FIELDS,
+    NO_EFFECT,
+    TRANSLATED,
     ConfigClass,
+    Fields,
     args_from_hf_config,
     hf_config,
     other_layer_types,
 )
 
+# The classes replace head_dim by qk_rope_head_dim; rope_interleave False rotates halves, for which there are no weights
+_FIELDS: Fields = (
+    DECODER_FIELDS
+    | dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), TRANSLATED)
+    | dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), TRANSLATED)
+    | dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group"), TRANSLATED)
+    | dict.fromkeys(("routed_scaling_factor", "norm_topk_prob"), TRANSLATED)
+    | dict.fromkeys(("pretraining_tp", "output_router_logits"), NO_EFFECT)
+    | {"head_dim": NO_EFFECT}
+)
+DEEPSEEK_V3_FIELDS: Fields = _FIELDS | {"rope_interleave": (True,), "num_mtp_layers": TRANSLATED}
+DEEPSEEK_V2_FIELDS: Fields = _FIELDS | {
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "norm_topk_prob": (False,),  # transformers does not read it, vLLM does
+    "mlp_bias": TRANSLATED,
+}
 V3 = ConfigClass(
     called="DeepSeek V3",
     architecture="DeepseekV3ForCausalLM",

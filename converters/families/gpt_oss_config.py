@@ -8,9 +8,24 @@ from typing import Any
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, YarnRope
 from converters.families.gpt_oss import GptOssArgs
-from converters.families.hf_config import GPT_OSS_FIELDS, ConfigClass, args_from_hf_config, hf_config
+from converters.families.hf_config import (
+    DECODER_FIELDS,
+    NO_EFFECT,
+    TRANSLATED,
+    ConfigClass,
+    Fields,
+    args_from_hf_config,
+    hf_config,
+)
 from converters.families.model_numbers import check_numbers
 
+GPT_OSS_FIELDS: Fields = (
+    DECODER_FIELDS
+    | dict.fromkeys(("num_local_experts", "num_experts_per_tok", "swiglu_limit"), TRANSLATED)
+    | dict.fromkeys(("sliding_window", "layer_types"), TRANSLATED)
+    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
+    | {"swiglu_alpha": (1.702,)}
+)
 _CONFIG = ConfigClass(
     called="GPT-OSS",
     architecture="GptOssForCausalLM",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from converters.common.errors import CheckpointError
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.base import Family, ModelArgs, Naming, Release
 from converters.families.experts import NO_EXPERT_BIAS
 from converters.families.gpt_oss import ATTENTION_OF, FLAVORS, GptOssArgs, block, parameters
 from converters.families.gpt_oss_config import args_of, config_of, from_release, release_config
@@ -155,8 +155,7 @@ GPT_OSS = Family(
     naming_by_shapes=_naming_by_shapes,
     args_from_hf_config=args_of,
     hf_config=config_of,
-    from_release=from_release,
-    release_config=release_config,
+    release=Release(from_release, release_config),
     hf_architectures=("GptOssForCausalLM",),
     hf_model_types=("gpt_oss",),
     quantized_as=("mxfp4",),

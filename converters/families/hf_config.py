@@ -13,15 +13,16 @@ from converters.families.model_numbers import check_numbers
 TRANSLATED = "becomes a number of ModelArgs"
 NO_EFFECT = "changes no logits"
 
-# The fields of transformers 5.23's classes, all of them: a test compares this with the classes
-_Fields = dict[str, str | tuple[Any, ...]]  # field → its use
-_BASE_FIELDS: _Fields = {
+# The fields of transformers 5.23's classes, all of them: a test compares this with the classes. Those of a family's own
+# class are in the family's file
+Fields = dict[str, str | tuple[Any, ...]]  # field → its use
+_BASE_FIELDS: Fields = {
     **dict.fromkeys(("transformers_version", "architectures"), TRANSLATED),
     **dict.fromkeys(("output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"), NO_EFFECT),
     **dict.fromkeys(("id2label", "label2id", "problem_type"), NO_EFFECT),  # of classifiers
     "is_encoder_decoder": (False, None),
 }
-_DECODER_FIELDS: _Fields = {
+DECODER_FIELDS: Fields = _BASE_FIELDS | {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), TRANSLATED),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), TRANSLATED),
     **dict.fromkeys(("max_position_embeddings", "rms_norm_eps", "rope_parameters"), TRANSLATED),
@@ -30,55 +31,7 @@ _DECODER_FIELDS: _Fields = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), NO_EFFECT),
     "hidden_act": ("silu", "swish"),  # two names of one function
 }
-LLAMA_FIELDS: _Fields = _BASE_FIELDS | _DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
-QWEN3_FIELDS: _Fields = (
-    _BASE_FIELDS
-    | _DECODER_FIELDS
-    | dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), TRANSLATED)
-)
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-QWEN3_MOE_FIELDS: _Fields = (
-    _BASE_FIELDS
-    | _DECODER_FIELDS
-    | dict.fromkeys(("use_sliding_window", "sliding_window", *_EXPERT_FIELDS), TRANSLATED)
-    | dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), TRANSLATED)
-    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
-)
-# The classes replace head_dim by qk_rope_head_dim; rope_interleave False rotates halves, for which there are no weights
-_LATENT_FIELDS: _Fields = (
-    _BASE_FIELDS
-    | _DECODER_FIELDS
-    | dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), TRANSLATED)
-    | dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), TRANSLATED)
-    | dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group"), TRANSLATED)
-    | dict.fromkeys(("routed_scaling_factor", "norm_topk_prob"), TRANSLATED)
-    | dict.fromkeys(("pretraining_tp", "output_router_logits"), NO_EFFECT)
-    | {"head_dim": NO_EFFECT}
-)
-DEEPSEEK_V3_FIELDS: _Fields = _LATENT_FIELDS | {"rope_interleave": (True,), "num_mtp_layers": TRANSLATED}
-DEEPSEEK_V2_FIELDS: _Fields = _LATENT_FIELDS | {
-    "topk_method": ("greedy", "group_limited_greedy"),
-    "norm_topk_prob": (False,),  # transformers does not read it, vLLM does
-    "mlp_bias": TRANSLATED,
-}
-LLAMA4_FIELDS: _Fields = (
-    _BASE_FIELDS
-    | _DECODER_FIELDS
-    | dict.fromkeys(("intermediate_size_mlp", "num_local_experts", "num_experts_per_tok"), TRANSLATED)
-    | dict.fromkeys(("moe_layers", "interleave_moe_layer_step", "use_qk_norm", "layer_types"), TRANSLATED)
-    | dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "attention_chunk_size"), TRANSLATED)
-    | dict.fromkeys(("attn_temperature_tuning", "attn_scale", "floor_scale"), TRANSLATED)
-    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
-    | {"router_jitter_noise": NO_EFFECT}  # the class does not read it
-)
-GPT_OSS_FIELDS: _Fields = (
-    _BASE_FIELDS
-    | _DECODER_FIELDS
-    | dict.fromkeys(("num_local_experts", "num_experts_per_tok", "swiglu_limit"), TRANSLATED)
-    | dict.fromkeys(("sliding_window", "layer_types"), TRANSLATED)
-    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
-    | {"swiglu_alpha": (1.702,)}
-)
+LLAMA_FIELDS: Fields = DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
 # No fields of these classes, but transformers' shared code reads them from every config and computes differently
 _SHARED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.families.base import Family, ModelArgs, RopeScaling
+from converters.families.base import Family, MetaFormat, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
 from converters.families.meta_params import LLAMA2_THETA, args_from_meta_params, ffn_hidden, llama2_meta_params
@@ -43,8 +43,6 @@ LLAMA2 = Family(
     hf_config=llama_hf_config,
     hf_architectures=("LlamaForCausalLM",),
     hf_model_types=("llama",),
-    args_from_meta_params=args_from_meta_params,
-    meta_params=llama2_meta_params,
-    meta_shard_dims={"tok_embeddings.weight": 1},
+    meta=MetaFormat(args_from_meta_params, llama2_meta_params, shard_dims={"tok_embeddings.weight": 1}),
     claims=is_llama2,
 )

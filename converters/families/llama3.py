@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.families.base import Family, FlavorAttention, ModelArgs, RopeScaling
+from converters.families.base import Family, FlavorAttention, MetaFormat, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
 from converters.families.llama2 import is_llama2
@@ -46,7 +46,6 @@ LLAMA3 = Family(
     hf_config=llama_hf_config,
     hf_architectures=("LlamaForCausalLM",),
     hf_model_types=("llama",),
-    args_from_meta_params=args_from_meta_params,
-    meta_params=llama3_meta_params,
+    meta=MetaFormat(args_from_meta_params, llama3_meta_params),
     claims=lambda args: not is_llama2(args),
 )

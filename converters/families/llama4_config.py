@@ -6,9 +6,26 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling, rope_type
-from converters.families.hf_config import LLAMA4_FIELDS, ConfigClass, args_from_hf_config, hf_config
+from converters.families.hf_config import (
+    DECODER_FIELDS,
+    NO_EFFECT,
+    TRANSLATED,
+    ConfigClass,
+    Fields,
+    args_from_hf_config,
+    hf_config,
+)
 from converters.families.llama4 import Llama4Args
 
+LLAMA4_FIELDS: Fields = (
+    DECODER_FIELDS
+    | dict.fromkeys(("intermediate_size_mlp", "num_local_experts", "num_experts_per_tok"), TRANSLATED)
+    | dict.fromkeys(("moe_layers", "interleave_moe_layer_step", "use_qk_norm", "layer_types"), TRANSLATED)
+    | dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "attention_chunk_size"), TRANSLATED)
+    | dict.fromkeys(("attn_temperature_tuning", "attn_scale", "floor_scale"), TRANSLATED)
+    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
+    | {"router_jitter_noise": NO_EFFECT}  # the class does not read it
+)
 TEXT = ConfigClass(
     called="Llama 4",
     architecture="Llama4ForCausalLM",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from converters.families.base import Family, Multimodal, Naming
+from converters.families.base import Family, MetaFormat, Multimodal, Naming
 from converters.families.experts import TITAN_EXPERTS
 from converters.families.llama import HF, TITAN_QKV_LINEAR
 from converters.families.llama4 import ATTENTION_OF, FLAVORS, Llama4Args, block, parameters
@@ -53,10 +53,7 @@ LLAMA4 = Family(
     hf_config=config_of,
     hf_architectures=(TEXT.architecture,),
     hf_model_types=(TEXT.model_type,),
-    args_from_meta_params=args_from_meta_params,
-    meta_params=meta_params,
-    meta_key="moe_args",
-    meta_stored=stored_tensors,
+    meta=MetaFormat(args_from_meta_params, meta_params, key="moe_args", stored=stored_tensors),
     as_torchtitan_trained=as_torchtitan_trained,
     multimodal=Multimodal(
         architecture="Llama4ForConditionalGeneration",

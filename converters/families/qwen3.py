@@ -25,9 +25,11 @@ from converters.families.experts import (
     expert_parameters,
 )
 from converters.families.hf_config import (
-    QWEN3_FIELDS,
-    QWEN3_MOE_FIELDS,
+    DECODER_FIELDS,
+    NO_EFFECT,
+    TRANSLATED,
     ConfigClass,
+    Fields,
     args_from_hf_config,
     hf_config,
     other_layer_types,
@@ -173,6 +175,18 @@ NAMINGS = (
     ),
     replace(_NEWEST, rules=(*_NEWEST.rules, *TITAN_NEWEST_EXPERTS)),
 )
+
+QWEN3_FIELDS: Fields = DECODER_FIELDS | dict.fromkeys(
+    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), TRANSLATED
+)
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+QWEN3_MOE_FIELDS: Fields = (
+    DECODER_FIELDS
+    | dict.fromkeys(("use_sliding_window", "sliding_window", *_EXPERT_FIELDS), TRANSLATED)
+    | dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), TRANSLATED)
+    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
+)
+
 
 _CONFIG = ConfigClass(
     called="Qwen 3",

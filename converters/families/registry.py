@@ -81,7 +81,7 @@ def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
 
 def as_hf_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A config.json in transformers' words, also where it is of a family's own release."""
-    found = (family.from_release(config) for family in _FAMILIES.values())
+    found = (family.release.read(config) for family in _FAMILIES.values() if family.release)
     return next((translated for translated in found if translated is not None), config)
 
 
@@ -131,12 +131,10 @@ def read_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     """Family and numbers of a params.json, which names no family; `shapes`: those of the weights that are known."""
     if isinstance(params.get("model"), Mapping):  # Llama 4's, in some releases
         params = params["model"]
-    has_own_key = any(f.meta_key and f.meta_key in params for f in _FAMILIES.values())
-    for family in _FAMILIES.values():
-        if has_own_key and not (family.meta_key and family.meta_key in params):
-            continue
-        if family.args_from_meta_params is not None and (has_own_key or not family.meta_key):
-            args = family.args_from_meta_params(params, shapes)
-            if family.claims(args):
-                return family, args
+    formats = [(family, family.meta) for family in _FAMILIES.values() if family.meta]
+    with_key = [(family, meta) for family, meta in formats if meta.key and meta.key in params]
+    for family, meta in with_key or [(family, meta) for family, meta in formats if not meta.key]:
+        args = meta.args_from_params(params, shapes)
+        if family.claims(args):
+            return family, args
     raise UnsupportedError("params.json describes a model of no known family")

@@ -37,11 +37,12 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     num_shards = 1 if options.num_shards is None else options.num_shards
     _check_num_shards(num_shards, args)
     parameters = meta_parameters(family, args)
-    dims: dict[str, int | None] = {name: p.tp_dim for name, p in parameters.items()} | dict(family.meta_shard_dims)
+    assert family.meta is not None
+    dims: dict[str, int | None] = {name: p.tp_dim for name, p in parameters.items()} | dict(family.meta.shard_dims)
     _check_parts(num_shards, {name: parameters[name].shape[dim] for name, dim in dims.items() if dim is not None})
     twice = second_names(contents.view.expressions)
     shared = {name: first for name, first in twice.items() if dims[name] == dims[first]}
-    return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared, stored=family.meta_stored(args))
+    return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared, stored=family.meta.stored(args))
 
 
 def _check_parts(num_shards: int, sizes: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ _NAMING = "openai"
 def _naming(family: Family, options: OutputOptions) -> Naming:
     from converters.quantized.quantization import SPELLINGS
 
-    if _NAMING not in family.namings or family.release_config is None:
+    if _NAMING not in family.namings or family.release is None:
         raise UnsupportedError(f"OpenAI's format has no {family.name} models")
     known = [text for text, scheme in SPELLINGS.items() if scheme.method in family.quantized_as]
     if options.quantize not in (None, *known):
@@ -31,8 +31,8 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
 
-    assert contents.family.release_config is not None
-    contents.family.release_config(contents.info.args)  # raises before the copy if it cannot describe the model
+    assert contents.family.release is not None
+    contents.family.release.write(contents.info.args)  # raises before the copy if it cannot describe the model
     return plan_safetensors(contents.tensors, shard_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES)
 
 
@@ -42,9 +42,9 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     from converters.store.json_file import write_json
     from converters.tokenizers.assets import write_assets
 
-    assert contents.family.release_config is not None
+    assert contents.family.release is not None
     written = write_assets(folder, contents.info.assets, contents.info.generation)
-    write_json(folder / HF_CONFIG, contents.family.release_config(contents.info.args))
+    write_json(folder / HF_CONFIG, contents.family.release.write(contents.info.args))
     kinds = {name: DTYPES[info.dtype].safetensors for name, info in contents.tensors.items()}
     kinds |= {name: "FP4" if name.endswith(".blocks") else "UE8" for name in contents.coded}
     write_json(folder / OPENAI_DTYPES, kinds)

@@ -227,10 +227,10 @@ def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: 
 
 def meta_params(info: ModelInfo) -> dict[str, Any]:
     """The content of Meta's params.json. Raises UnsupportedError if it cannot describe the model."""
-    say = get_family(info.family).meta_params
-    if say is None:
+    meta = get_family(info.family).meta
+    if meta is None:
         raise UnsupportedError(f"Meta's format has no {info.family} models")
-    return say(info.args)
+    return meta.params(info.args)
 
 
 def write_meta_params(folder: Path, info: ModelInfo) -> None:

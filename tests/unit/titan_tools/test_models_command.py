@@ -48,7 +48,7 @@ def test_listed_formats_and_commands_work(listed):
             with pytest.raises(ConfigError, match=f"--quantize {text}: no {family.name} models are published so"):
                 get_format("hf").naming(family, OutputOptions(quantize=text))
     assert "train" not in listed["commands"] or get_trainer_family(family.name)
-    assert ("meta" in listed["formats"]) == (family.meta_params is not None)
+    assert ("meta" in listed["formats"]) == (family.meta is not None)
 
 
 def test_a_terminal_of_80_columns_shows_names_and_sizes(monkeypatch):

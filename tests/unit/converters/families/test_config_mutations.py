@@ -27,14 +27,10 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from converters.common.errors import TitanError
-from converters.families.hf_config import (
-    DEEPSEEK_V2_FIELDS,
-    DEEPSEEK_V3_FIELDS,
-    GPT_OSS_FIELDS,
-    LLAMA_FIELDS,
-    QWEN3_FIELDS,
-    QWEN3_MOE_FIELDS,
-)
+from converters.families.deepseek_config import DEEPSEEK_V2_FIELDS, DEEPSEEK_V3_FIELDS
+from converters.families.gpt_oss_config import GPT_OSS_FIELDS
+from converters.families.hf_config import LLAMA_FIELDS
+from converters.families.qwen3 import QWEN3_FIELDS, QWEN3_MOE_FIELDS
 from converters.source.weights import open_native
 from tests.models import gpt_oss
 from tests.models.deepseek import native_logits

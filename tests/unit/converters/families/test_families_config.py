@@ -126,14 +126,14 @@ def test_transformers_says_the_same_numbers(tmp_path_factory, info):
 def test_params_json_there_and_back(info):
     """With the weights' shapes; what params.json cannot say is the length, for which titan_model.json goes along."""
     family = get_family(info.family)
-    params = json.loads(json.dumps(family.meta_params(info.args)))
+    params = json.loads(json.dumps(family.meta.params(info.args)))
     shapes = {p.fqn: p.shape for p in family.parameters(info.args)}
     found, args = read_meta_params(params, shapes)
     expected = replace(info.args, max_seq_len=args.max_seq_len)
     if (expected.dim, expected.num_layers) in ((2048, 16), (3072, 28)):
         expected = replace(expected, tied=args.tied)
     assert (found.name, args) == (info.family, expected)
-    again = json.loads(json.dumps(found.meta_params(args)))
+    again = json.loads(json.dumps(found.meta.params(args)))
     assert read_meta_params(again, {})[1].ffn_hidden == info.args.ffn_hidden  # Meta's code sees no shapes
 
 
@@ -190,7 +190,7 @@ def test_params_json_of_the_llama2_releases():
             "ffn_dim_multiplier",
             "norm_eps",
         }
-        written = llama2.meta_params(llama2.flavors[flavor])
+        written = llama2.meta.params(llama2.flavors[flavor])
         assert written.keys() <= known
         assert {key: written[key] for key in params} == params | {"vocab_size": 32000}
         assert read_meta_params(written, {}) == (llama2, llama2.flavors[flavor])
@@ -202,13 +202,13 @@ def test_code_llama_is_a_llama2_by_its_vocabulary():
     params = {"dim": 4096, "n_layers": 32, "n_heads": 32, "multiple_of": 256, "norm_eps": 1e-5, "vocab_size": 32016}
     family, args = read_meta_params(params | {"rope_theta": 1e6}, {})
     assert (family.name, args.rope_theta, args.ffn_hidden) == ("llama2", 1e6, 11008)
-    assert family.meta_params(args)["rope_theta"] == 1e6
+    assert family.meta.params(args)["rope_theta"] == 1e6
 
 
 def test_llama2_has_no_scaling_in_params_json():
     args = replace(get_family("llama2").flavors["7B"], rope_scaling=RopeScaling())
     with pytest.raises(UnsupportedError, match="Llama 2 cannot express RoPE of type llama3"):
-        get_family("llama2").meta_params(args)
+        get_family("llama2").meta.params(args)
 
 
 def test_an_unknown_vocabulary_is_an_error(tmp_path):

@@ -132,14 +132,14 @@ RELEASES = {
 def test_meta_releases(flavor):
     shapes = {p.fqn: p.shape for p in LLAMA3.parameters(FLAVORS[flavor])}
     shapes["output.weight"] = shapes["tok_embeddings.weight"]  # Meta ships it, tied or not
-    assert LLAMA3.args_from_meta_params(RELEASES[flavor], shapes) == FLAVORS[flavor]
-    assert LLAMA3.args_from_meta_params(RELEASES[flavor], {}) == FLAVORS[flavor]
+    assert LLAMA3.meta.args_from_params(RELEASES[flavor], shapes) == FLAVORS[flavor]
+    assert LLAMA3.meta.args_from_params(RELEASES[flavor], {}) == FLAVORS[flavor]
 
 
 def test_llama_3_0_has_no_scaling():
     params = {k: v for k, v in RELEASES["8B"].items() if k != "use_scaled_rope"}
     expected = replace(FLAVORS["8B"], rope_scaling=None, max_seq_len=8192)
-    assert LLAMA3.args_from_meta_params(params, {}) == expected
+    assert LLAMA3.meta.args_from_params(params, {}) == expected
 
 
 @pytest.mark.parametrize("name", [*FLAVORS, "odd"])
@@ -148,26 +148,26 @@ def test_meta_round_trip(name):
     length = 131072 if ALL[name].rope_scaling else 4096
     args = replace(ALL[name], head_dim=ALL[name].dim // ALL[name].num_heads, max_seq_len=length)
     shapes = {p.fqn: p.shape for p in LLAMA3.parameters(args)}
-    params = LLAMA3.meta_params(args)
-    assert LLAMA3.args_from_meta_params(params, shapes) == args
+    params = LLAMA3.meta.params(args)
+    assert LLAMA3.meta.args_from_params(params, shapes) == args
     # Meta's code sees no shapes: its formula must give the same width
-    assert LLAMA3.args_from_meta_params(params, {}).ffn_hidden == args.ffn_hidden
+    assert LLAMA3.meta.args_from_params(params, {}).ffn_hidden == args.ffn_hidden
 
 
 def test_every_width_has_a_formula():
     for hidden in [*range(100, 140), 5461, 8191]:
         args = replace(FLAVORS["debug_gqa"], ffn_hidden=hidden, rope_scaling=RopeScaling())
-        assert LLAMA3.args_from_meta_params(LLAMA3.meta_params(args), {}).ffn_hidden == hidden
+        assert LLAMA3.meta.args_from_params(LLAMA3.meta.params(args), {}).ffn_hidden == hidden
 
 
 def test_meta_cannot_say_everything():
     with pytest.raises(UnsupportedError, match="head_dim 32"):
-        LLAMA3.meta_params(ODD)
+        LLAMA3.meta.params(ODD)
     for scaling in (RopeScaling(low_freq_factor=2.0), RopeScaling(original_max_position_embeddings=64)):
         with pytest.raises(UnsupportedError, match="params.json cannot express RoPE of type llama3"):
-            LLAMA3.meta_params(replace(FLAVORS["8B"], rope_scaling=scaling))
+            LLAMA3.meta.params(replace(FLAVORS["8B"], rope_scaling=scaling))
     with pytest.raises(CheckpointError, match="n_heads"):
-        LLAMA3.args_from_meta_params({"dim": 64, "n_layers": 2}, {})
+        LLAMA3.meta.args_from_params({"dim": 64, "n_layers": 2}, {})
 
 
 @pytest.mark.parametrize(
@@ -232,4 +232,4 @@ def test_numbers_of_titan_model_json_are_looked_at(change, said, tmp_path):
 def test_meta_numbers_are_looked_at():
     for change in ({"n_layers": 10**9}, {"norm_eps": float("nan")}, {"n_heads": 0}, {"vocab_size": -2}):
         with pytest.raises(CheckpointError, match=f"{next(iter(change))} = "):
-            LLAMA3.args_from_meta_params(RELEASES["8B"] | change, {})
+            LLAMA3.meta.args_from_params(RELEASES["8B"] | change, {})

@@ -12,8 +12,7 @@ from transformers.activations import ACT2FN
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.families.base import RopeScaling
-from converters.families.hf_config import LLAMA4_FIELDS
-from converters.families.llama4_config import TEXT
+from converters.families.llama4_config import LLAMA4_FIELDS, TEXT
 from converters.families.registry import get_family, read_hf_config, read_meta_params
 from converters.model.model_info import read_model_info
 from converters.model.multimodal import joined_config, split_config
@@ -276,7 +275,7 @@ def test_every_change(tmp_path):
 @pytest.mark.parametrize("flavor", [name for name in FAMILY.flavors if name != "debug_scout" and name != "debug_maverick"])  # fmt: skip  # noqa: E501
 def test_params_are_read_as_they_are_written(flavor):
     args = FAMILY.flavors[flavor]
-    params = json.loads(json.dumps(FAMILY.meta_params(args)))
+    params = json.loads(json.dumps(FAMILY.meta.params(args)))
     assert read_meta_params(params, {}) == (FAMILY, replace(args, max_seq_len=262144))
     assert read_meta_params({"model": params}, {}) == (FAMILY, replace(args, max_seq_len=262144))
 
@@ -318,13 +317,13 @@ def test_params_as_meta_published_them():
 )
 def test_params_that_cannot_say_it_are_not_written(change, message):
     with pytest.raises(UnsupportedError, match=message):
-        FAMILY.meta_params(replace(FAMILY.flavors["debugmodel_irope"], **change))
+        FAMILY.meta.params(replace(FAMILY.flavors["debugmodel_irope"], **change))
 
 
 @pytest.mark.parametrize("change", [{"moe_args": {}}, {"dim": None}, {"moe_args": {"num_experts": 4}, "ffn_exp": None}])
 def test_missing_numbers_are_errors(change):
     with pytest.raises(CheckpointError, match="lacks numbers"):
-        read_meta_params(FAMILY.meta_params(FAMILY.flavors["debugmodel"]) | change, {})
+        read_meta_params(FAMILY.meta.params(FAMILY.flavors["debugmodel"]) | change, {})
 
 
 def test_a_text_model_of_the_multimodal_class():
