@@ -14,7 +14,17 @@ from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.families.base import Parameter
 from converters.source.models_inside import IN_OPTIMIZER
-from converters.training.optimizer_state import ParameterNames, WithNumbers, is_number, number_item, plan_optimizer
+from converters.training.optimizer_state import (
+    CopiedValue,
+    MadeTensor,
+    NewValue,
+    Number,
+    ParameterNames,
+    WithNumbers,
+    is_number,
+    number_item,
+    plan_optimizer,
+)
 from converters.training.parameter_names import Spelling
 from converters.training.sections import MODEL
 from converters.views.catalog import Catalog
@@ -47,10 +57,22 @@ def collect(
     weights = spelling.weights if has_weights else {}
     made = {fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)}
     infos, parameters = {fqn: spelling.infos[fqn] for fqn in made}, {p.fqn for p in names.parameters}
-    made |= optimizer.tensors | {name: Source(name) for name in optimizer.numbers}
-    source = WithNumbers(reader, optimizer.numbers)
-    infos |= optimizer.infos | {name: source.tensors[name] for name in optimizer.numbers}
-    copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: entries that are copied, and new items
+    numbers = {name: entry.value for name, entry in optimizer.entries.items() if isinstance(entry, Number)}
+    source = WithNumbers(reader, numbers)
+    moments: dict[str, list[str]] = {}
+    copied, items = dict[str, str](), dict[str, bytes]()  # values: entries that are copied, and new items
+    for name, entry in optimizer.entries.items():
+        match entry:
+            case MadeTensor(expression, info, parameter):
+                made[name], infos[name] = expression, info
+                if parameter:
+                    moments.setdefault(parameter, []).append(name)
+            case CopiedValue(held):
+                copied[name] = held
+            case NewValue(item):
+                items[name] = item
+    made |= {name: Source(name) for name in numbers}
+    infos |= {name: source.tensors[name] for name in numbers}
     others = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if sections[n] not in (MODEL, OPTIMIZER)]
     for name in others:
         if name in reader.catalog.blobs:
@@ -67,7 +89,7 @@ def collect(
         source=view,
         parameters=names.parameters,
         beside=[fqn for fqn in weights if fqn not in parameters],
-        moments=optimizer.moments,
+        moments=moments,
         blobs={name: read(held) for name, held in copied.items()} | items,
         paths=paths,
         dropped={**{n: why for n, why in spelling.dropped.items() if n in reader.tensors}, **optimizer.dropped},

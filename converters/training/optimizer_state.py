@@ -6,7 +6,7 @@ as in torch's `flatten_optimizer_state_dict` and in the trainer, because group n
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,19 +46,54 @@ class ParameterNames:
     tied: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that is made of the checkpoint's."""
+
+    expression: Expression
+    info: TensorInfo
+    parameter: str = ""  # whose shape it has, as a moment; "" for another shape, such as that of a step
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A 0-dim tensor that is made of a plain value."""
+
+    value: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedValue:
+    """A value whose bytes are copied."""
+
+    name: str  # in the checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class NewValue:
+    """A value that was a tensor."""
+
+    item: bytes
+
+
+Entry = MadeTensor | Number | CopiedValue | NewValue
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerPlan:
     """What to write for an optimizer, and from where."""
 
-    tensors: dict[str, Expression] = field(default_factory=dict)  # name to write → how tensors make it
-    infos: dict[str, TensorInfo] = field(default_factory=dict)  # of them
-    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # 0-dim tensors made of plain values
-    moments: dict[str, list[str]] = field(default_factory=dict)  # parameter → names to write of states of its shape
-    blobs: dict[str, str] = field(default_factory=dict)  # name to write → value whose bytes are copied
-    items: dict[str, bytes] = field(default_factory=dict)  # name to write → finished item of a value that was a tensor
-    dropped: dict[str, str] = field(default_factory=dict)  # the checkpoint's name → reason
-    without_state: list[str] = field(default_factory=list)  # parameters that lack states, if that is allowed
-    unknown: list[str] = field(default_factory=list)  # entries that are neither state nor setting; copied unchanged
+    entries: Mapping[str, Entry]  # by the name to write
+    dropped: Mapping[str, str]  # the checkpoint's name → reason
+    without_state: Sequence[str]  # parameters that lack states, if that is allowed
+    unknown: Sequence[str]  # entries that are neither state nor setting; copied unchanged
+
+
+class _MisfitError(Exception):
+    """Entries that do not match the model: all problems of them."""
+
+    def __init__(self, *problems: str):
+        self.problems = problems
 
 
 def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missing: bool = False) -> OptimizerPlan:
@@ -67,47 +102,61 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
     Parameters need not have the same kinds of state (Muon and AdamW), but one with a subset of another's kinds lacks
     some, unless `allow_missing`. Numbered states (`state.0.…`) are refused: their parameters are unknown.
     """
-    plan, problems = OptimizerPlan(), []
+    listed = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if n.startswith(f"{OPTIMIZER}.")]
+    settings = [name for name in listed if name.startswith(GROUPS)]
+    unknown = [name for name in listed if not name.startswith((GROUPS, STATE))]
+    assigned, problems = _assign_states([name for name in listed if name.startswith(STATE)], names)
+    states = {key: name for key, name in assigned.items() if not _is_second(key[0], names)}
+    second = {kind: name for (weight, kind), name in assigned.items() if _is_second(weight, names)}
+    elementwise = _elementwise_kinds(reader, names, states)
     shapes = {p.fqn: p.shape for p in names.parameters if p.is_trained}
     kinds_of: dict[str, set[str]] = {fqn: set() for fqn in shapes}
-    states: dict[tuple[str, str], str] = {}  # (weight, kind) → entry
-    second: list[
-        tuple[str, str]
-    ] = []  # (name to write, tensor) of a tied model's output, in addition to the embedding's
-    entries = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if n.startswith(f"{OPTIMIZER}.")]
-    for name in entries:
-        if name.startswith(GROUPS):
-            continue
-        if not name.startswith(STATE):
-            plan.unknown.append(name)
-            _keep(plan, reader, name)
-            continue
+    entries = {name: _unchanged(reader, name) for name in unknown}
+    for weight, kind in states:
+        for owner in names.natives[weight]:
+            if kind in kinds_of[owner]:
+                continue
+            kinds_of[owner].add(kind)
+            try:
+                entries[f"{STATE}{owner}.{kind}"] = _plan_state(
+                    reader, names, states, owner, kind, shape=shapes[owner], is_elementwise=kind in elementwise
+                )
+            except _MisfitError as misfit:
+                problems += misfit.problems
+    for kind, name in second.items():
+        problems += _second_problems(reader, entries.get(f"{STATE}{EMBEDDING}.{kind}"), name)
+    lacking: dict[str, list[str]] = {}
+    if any(kinds_of.values()):
+        lacking = {fqn: kinds for fqn in kinds_of if (kinds := _lacking(kinds_of[fqn], kinds_of.values()))}
+    if not allow_missing:
+        problems += [f"missing     {STATE}{fqn}.{kind}" for fqn, kinds in lacking.items() for kind in kinds]
+    try:
+        groups, left_out = _plan_groups(reader, names, settings)
+    except _MisfitError as misfit:
+        problems += misfit.problems
+    if problems:
+        raise _misfit(problems, numbered=any(n.removeprefix(STATE)[:1].isdecimal() for n in listed))
+    dropped = {**dict.fromkeys(second.values(), TIED_REASON), **left_out}
+    return OptimizerPlan(entries | groups, dropped, [*lacking], unknown)
+
+
+def _assign_states(listed: Sequence[str], names: ParameterNames) -> tuple[dict[tuple[str, str], str], list[str]]:
+    """(weight, kind) → entry, and problems of entries that are of no parameter, or of one that has another."""
+    trained = {p.fqn for p in names.parameters if p.is_trained}
+    states: dict[tuple[str, str], str] = {}
+    problems = []
+    for name in listed:
         owners, weight, kind = _owners(name.removeprefix(STATE), names)
-        if names.tied and owners == (OUTPUT,):
-            second.append((f"{STATE}{EMBEDDING}.{kind}", name))
-        elif not owners or not shapes.keys() >= set(owners):
+        if not owners or not (trained.issuperset(owners) or _is_second(weight, names)):
             problems.append(f"unexpected  {name}")
         elif (other := states.setdefault((weight, kind), name)) != name:
             problems.append(f"twice       {name}  and {other} are one state of one parameter")
-    elementwise = _elementwise_kinds(reader, names, states)
-    for weight, kind in states:
-        for owner in names.natives[weight]:
-            if kind not in kinds_of[owner]:
-                kinds_of[owner].add(kind)
-                is_alike = kind in elementwise
-                problems += _plan_state(plan, reader, names, states, owner, kind, shapes[owner], is_alike=is_alike)
-    for target, name in second:
-        problems += _plan_second(plan, reader, target, name)
-    if any(kinds_of.values()):
-        lacking = {fqn: found for fqn, kinds in kinds_of.items() if (found := _lacking(kinds, kinds_of.values()))}
-        if allow_missing:
-            plan.without_state += lacking
-        else:
-            problems += [f"missing     {STATE}{fqn}.{kind}" for fqn, found in lacking.items() for kind in found]
-    problems += _plan_groups(plan, reader, names, [name for name in entries if name.startswith(GROUPS)])
-    if problems:
-        raise _misfit(problems, numbered=any(n.removeprefix(STATE)[:1].isdecimal() for n in entries))
-    return plan
+    return states, problems
+
+
+def _is_second(weight: str, names: ParameterNames) -> bool:
+    """Whether a weight is the output of a tied model, whose states are in addition to the embedding's."""
+    return names.tied and names.natives[weight] == (OUTPUT,)
 
 
 def _owners(rest: str, names: ParameterNames) -> tuple[tuple[str, ...], str, str]:
@@ -136,82 +185,81 @@ def _elementwise_kinds(
 
 
 def _plan_state(
-    plan: OptimizerPlan,
     reader: CatalogReader,
     names: ParameterNames,
     states: Mapping[tuple[str, str], str],
     owner: str,
     kind: str,
-    shape: tuple[int, ...],
     *,
-    is_alike: bool,
-) -> list[str]:
-    """Plan one state of a native parameter, from those of the weights that make it. `is_alike`: it is elementwise."""
-    expression, target = names.expressions[owner], f"{STATE}{owner}.{kind}"
+    shape: tuple[int, ...],
+    is_elementwise: bool,
+) -> Entry:
+    """One state of a native parameter of that shape, made of those of the weights that make it."""
+    expression = names.expressions[owner]
     lacking = [weight for weight in expression.sources if (weight, kind) not in states]
     if lacking:
-        return [f"missing     {STATE}{weight}.{kind}" for weight in lacking]
-    held = {weight: states[weight, kind] for weight in expression.sources}
-    infos = {name: reader.tensors[name] for name in held.values() if name in reader.tensors}
-    if len(infos) < len(held):
-        return _plan_values(plan, reader, names, [*held.values()], target, kind)
-    is_alike = is_alike or isinstance(expression, Source)
-    if is_alike and all(infos[name].shape == names.shapes[weight] for weight, name in held.items()):
-        plan.moments.setdefault(owner, []).append(target)
-        plan.tensors[target] = expression.renamed(held.__getitem__)
-        plan.infos[target] = TensorInfo(next(iter(infos.values())).dtype, shape)
-        usual = plan.infos[target].dtype
-        return [
-            f"dtype       {name}  is {info.dtype}, the others that it is stacked with {usual}"
-            for name, info in infos.items()
-            if info.dtype != usual
-        ]
-    first, *others = held.values()
-    other = {n: weight for weight, n in held.items() if infos[n].shape not in ((), names.shapes[weight])}
-    if other and kind in _LIKE_PARAMETER:
-        return [
-            f"shape       {name}  is {list(infos[name].shape)}, its parameter {list(names.shapes[weight])}"
-            for name, weight in other.items()
-        ]
-    if (other or infos[first].shape) and not isinstance(expression, Source):
-        return [f"rows        {name}  {list(info.shape)}: its permutation is unknown" for name, info in infos.items()]
-    plan.tensors[target], plan.infos[target] = Source(first), infos[first]
-    return [
-        f"differs     {name}  has another value than {first}, and {owner} needs one for both"
-        for name in others
-        if infos[name] != infos[first] or first_differing_block(reader, first, reader, name)
+        raise _MisfitError(*(f"missing     {STATE}{weight}.{kind}" for weight in lacking))
+    parts = {weight: states[weight, kind] for weight in expression.sources}
+    infos = {name: reader.tensors[name] for name in parts.values() if name in reader.tensors}
+    if len(infos) < len(parts):
+        return _plan_value(reader, [*parts.values()], f"{STATE}{owner}.{kind}", keep=names.are_native or kind != "step")
+    first, *others = parts.values()
+    odd = {n: weight for weight, n in parts.items() if infos[n].shape != names.shapes[weight]}
+    if not odd and (is_elementwise or isinstance(expression, Source)):
+        dtype = infos[first].dtype
+        if wrong := [name for name in others if infos[name].dtype != dtype]:
+            text = f"the others that it is stacked with {dtype}"
+            raise _MisfitError(*(f"dtype       {name}  is {infos[name].dtype}, {text}" for name in wrong))
+        return MadeTensor(expression.renamed(parts.__getitem__), TensorInfo(dtype, shape), parameter=owner)
+    matrices = {name: weight for name, weight in odd.items() if infos[name].shape != ()}
+    if matrices and kind in _LIKE_PARAMETER:
+        raise _MisfitError(
+            *(
+                f"shape       {name}  is {list(infos[name].shape)}, its parameter {list(names.shapes[weight])}"
+                for name, weight in matrices.items()
+            )
+        )
+    if (matrices or infos[first].shape) and not isinstance(expression, Source):
+        raise _MisfitError(
+            *(f"rows        {name}  {list(info.shape)}: its permutation is unknown" for name, info in infos.items())
+        )
+    differing = [
+        name for name in others if infos[name] != infos[first] or first_differing_block(reader, first, reader, name)
     ]
+    _require_equal(differing, first, owner)
+    return MadeTensor(Source(first), infos[first])
 
 
-def _plan_values(
-    plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, held: Sequence[str], target: str, kind: str
-) -> list[str]:
-    """Plan a state that is not a tensor: old versions of torch count steps in plain numbers, new ones in tensors."""
-    name, *others = held
-    if name in reader.tensors or any(other in reader.tensors for other in others):
-        return [f"value       {name}  and others of {target} are tensors and plain values"]
-    if names.are_native or kind != "step":
-        plan.blobs[target] = name
-    else:
-        value = read_blob_item(reader.read_blob(name), what=name)
-        if type(value) not in (int, float):
-            return [f"value       {name}  is {value!r:.40}, not a number of steps"]
-        plan.numbers[target] = np.array(value, np.float32)
-    return [
-        f"differs     {other}  has another value than {name}, and {target} needs one for both"
-        for other in others
-        if reader.read_blob(other) != reader.read_blob(name)
-    ]
+def _plan_value(reader: CatalogReader, parts: Sequence[str], target: str, *, keep: bool) -> Entry:
+    """A state that is not a tensor: old versions of torch count steps in plain numbers, new ones in tensors.
+
+    `keep`: copy its bytes; else make a tensor of it.
+    """
+    first, *others = parts
+    if any(name in reader.tensors for name in parts):
+        raise _MisfitError(f"value       {first}  and others of {target} are tensors and plain values")
+    _require_equal([name for name in others if reader.read_blob(name) != reader.read_blob(first)], first, target)
+    if keep:
+        return CopiedValue(first)
+    value = read_blob_item(reader.read_blob(first), what=first)
+    if type(value) not in (int, float):
+        raise _MisfitError(f"value       {first}  is {value!r:.40}, not a number of steps")
+    return Number(np.array(value, np.float32))
 
 
-def _plan_second(plan: OptimizerPlan, reader: CatalogReader, target: str, name: str) -> list[str]:
-    """Drop a second state of a tied weight, which must be equal bit for bit."""
-    known = plan.tensors.get(target)
-    if known is None or reader.tensors.get(name) != reader.tensors[known.sources[0]]:
+def _require_equal(differing: Sequence[str], first: str, target: str) -> None:
+    if differing:
+        text = f"has another value than {first}, and {target} needs one for both"
+        raise _MisfitError(*(f"differs     {name}  {text}" for name in differing))
+
+
+def _second_problems(reader: CatalogReader, first: Entry | None, name: str) -> list[str]:
+    """What is wrong with a second state of a tied weight, which must be equal to the first bit for bit."""
+    if not isinstance(first, MadeTensor) or reader.tensors.get(name) != reader.tensors[first.expression.sources[0]]:
         return [f"tied        {name}: the embedding has no such state"]
-    if first_differing_block(reader, known.sources[0], reader, name):
-        return [f"tied        {name}: differs from {known.sources[0]}, but the model is tied"]
-    plan.dropped[name] = TIED_REASON
+    source = first.expression.sources[0]
+    if first_differing_block(reader, source, reader, name):
+        return [f"tied        {name}: differs from {source}, but the model is tied"]
     return []
 
 
@@ -223,51 +271,54 @@ def _lacking(kinds: set[str], others: Iterable[set[str]]) -> list[str]:
 
 
 def _plan_groups(
-    plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, entries: Sequence[str]
-) -> list[str]:
+    reader: CatalogReader, names: ParameterNames, listed: Sequence[str]
+) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The settings to write by name, and those that are dropped with the reason."""
     if names.are_native:  # in any style: the bytes need no change
-        for name in entries:
-            _keep(plan, reader, name)
-        return []
+        return {name: _unchanged(reader, name) for name in listed}, {}
+    entries: dict[str, Entry] = {}
+    dropped: dict[str, str] = {}
     problems: list[str] = []
-    members = _group_members(reader, names, entries, problems.append)
-    for name in entries:
+    members = _group_members(reader, names, listed, problems.append)
+    for name in listed:
         rest = name.removeprefix(GROUPS)
         number, _, key = rest.partition(".")
         owners: Sequence[str] = members.get(number, ())
         if not number.isdecimal():
             owners, _, key = _owners(rest, names)
             if names.tied and owners == (OUTPUT,):
-                plan.dropped[name] = TIED_SETTING
+                dropped[name] = TIED_SETTING
                 continue
             if not owners:
                 problems.append(f"unexpected  {name}")
                 continue
         if key in _ABOUT_PARAMETERS:
-            plan.dropped[name] = "each setting names its parameter"
+            dropped[name] = "each setting names its parameter"
             continue
-        made = None
+        entry: Entry = CopiedValue(name)
         if name in reader.tensors:  # a learning rate may be a tensor, for torch.compile
             info = reader.tensors[name]
             if not is_number(info):
                 problems.append(f"value       {name}  is {info.dtype} {list(info.shape)}, not a setting")
                 continue
-            made = number_item(reader, name)
+            entry = NewValue(number_item(reader, name))
         for owner in owners:
-            target = f"{GROUPS}{owner}.{key}"
-            if target in plan.blobs or target in plan.items:
-                if len(names.expressions[owner].sources) == 1:
-                    problems.append(f"twice       {name}  is a repeated setting of {owner}")
-                elif made != plan.items.get(target) or (
-                    made is None and reader.read_blob(name) != reader.read_blob(plan.blobs[target])
-                ):
-                    problems.append(f"differs     {name}  has another value than other parts of {owner}")
+            first = entries.setdefault(f"{GROUPS}{owner}.{key}", entry)
+            if first is entry:
                 continue
-            if made is not None:
-                plan.items[target] = made
-            else:
-                plan.blobs[target] = name
-    return problems
+            if len(names.expressions[owner].sources) == 1:
+                problems.append(f"twice       {name}  is a repeated setting of {owner}")
+            elif not _is_same_value(reader, first, entry):
+                problems.append(f"differs     {name}  has another value than other parts of {owner}")
+    if problems:
+        raise _MisfitError(*problems)
+    return entries, dropped
+
+
+def _is_same_value(reader: CatalogReader, first: Entry, second: Entry) -> bool:
+    if isinstance(first, CopiedValue) and isinstance(second, CopiedValue):
+        return reader.read_blob(first.name) == reader.read_blob(second.name)
+    return first == second
 
 
 def _group_members(
@@ -292,11 +343,9 @@ def _group_members(
     return members
 
 
-def _keep(plan: OptimizerPlan, reader: CatalogReader, name: str) -> None:
-    if name in reader.tensors:
-        plan.tensors[name], plan.infos[name] = Source(name), reader.tensors[name]
-    else:
-        plan.blobs[name] = name
+def _unchanged(reader: CatalogReader, name: str) -> Entry:
+    """An entry of the checkpoint, as it is."""
+    return MadeTensor(Source(name), reader.tensors[name]) if name in reader.tensors else CopiedValue(name)
 
 
 def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:
