@@ -34,7 +34,6 @@ from converters.quantized.quantization import Fp8Scheme
 from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
-from converters.verify import verify
 from tests.big_shapes import deepseek_v3, write_sparse_hf
 from tests.fp8_folders import CONFIG, is_quantized
 from tests.models.deepseek import write as write_deepseek
@@ -43,13 +42,6 @@ from tests.unit.converters.families.test_deepseek_config import PUBLISHED, V3
 
 ROOT = Path(__file__).parents[3]
 FAMILY = get_family("deepseek_v3")
-FORMS = {
-    "dcp for a mesh": ("dcp", OutputOptions(mesh=MeshShape(pp=2, dp_shard=5))),  # 12 experts on 5 ranks
-    "dcp for experts": ("dcp", OutputOptions(mesh=MeshShape(dp_shard=4, tp=2, ep=4))),
-    "torch": ("torch", OutputOptions()),
-    "hf": ("hf", OutputOptions(shard_bytes=30_000)),
-    "hf fused": ("hf", OutputOptions(fused_experts=True)),
-}
 
 
 @pytest.fixture(scope="module", params=["v3", "v2_lite", "moonlight", "kimi"])
@@ -61,34 +53,8 @@ def source(request, tmp_path_factory):
     return request.param, model, root
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_there_and_back(source, form, tmp_path):
-    _, _, root = source
-    to, options = FORMS[form]
-    convert(root / "hf", tmp_path / "out", to=to, options=options)
-    assert verify(tmp_path / "out").verdict == "all checks passed" and diff(tmp_path / "out", root / "dcp").equal
-    convert(tmp_path / "out", tmp_path / "back", to="hf")
-    ours, theirs = load_file(tmp_path / "back" / "model.safetensors"), load_file(root / "hf" / "model.safetensors")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+# Names of the code that DeepSeek publishes with its models
 
-
-@pytest.mark.parametrize(
-    ("to", "said"),
-    [("meta", "Meta's format has no deepseek_v3 models"), ("torchtune", "torchtune 0.6.1 has no deepseek_v3 models")],
-)
-def test_formats_without_such_models(source, to, said, tmp_path):
-    with pytest.raises(UnsupportedError, match=said):
-        convert(source[2] / "dcp", tmp_path / "out", to=to)
-
-
-# Names of torchtitan's newest version, and of the code that DeepSeek publishes with its models
-
-NEWEST = {
-    "experts.w1": "routed_experts.inner_experts.w1_EFD",
-    "experts.w2": "routed_experts.inner_experts.w2_EDF",
-    "experts.w3": "routed_experts.inner_experts.w3_EFD",
-    "expert_bias": "expert_bias_E",
-}
 OWN = {
     "tok_embeddings": "embed",
     "attention_norm": "attn_norm",
@@ -98,21 +64,6 @@ OWN = {
     "moe.expert_bias": "ffn.gate.bias",
     "moe.shared_experts": "ffn.shared_experts",
 }
-
-
-def test_torchtitans_newest_names_are_read(source, tmp_path):
-    _, _, root = source
-    convert(root / "dcp", tmp_path / "native", to="torch")
-    found = {}
-    for name, weight in torch.load(tmp_path / "native" / "model.pt").items():
-        for ours, theirs in NEWEST.items():
-            name = name.replace(ours, theirs) if f"moe.{ours}" in name else name
-        found["lm_head.weight" if name == "output.weight" else name] = weight
-    assert not any(name.endswith("experts.w1") for name in found)
-    torch.save(found, tmp_path / "theirs.pt")
-    report = convert(tmp_path / "theirs.pt", tmp_path / "out", to="dcp", model_from=root / "dcp")
-    assert report.made == {} and report.source_format == "torch, titan_qkv_linear names"
-    assert diff(tmp_path / "out", root / "dcp").equal
 
 
 def own_names(native: dict[str, torch.Tensor], *, has_bias: bool) -> dict[str, torch.Tensor]:

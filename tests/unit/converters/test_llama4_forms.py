@@ -8,7 +8,6 @@ import shutil
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -44,12 +43,8 @@ TOKENS = torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(1)
 FORMS = {
     "dcp": ("dcp", OutputOptions()),
     "dcp for a mesh": ("dcp", OutputOptions(mesh=MeshShape(pp=2, dp_shard=5))),
-    "dcp for experts": ("dcp", OutputOptions(mesh=MeshShape(dp_shard=4, tp=2, ep=4))),
     "torch": ("torch", OutputOptions()),
     "hf": ("hf", OutputOptions(shard_bytes=30_000)),
-    "meta": ("meta", OutputOptions()),
-    "meta, 2 shards": ("meta", OutputOptions(num_shards=2)),
-    "meta, 4 shards": ("meta", OutputOptions(num_shards=4)),
 }
 
 
@@ -91,10 +86,8 @@ def assert_equal(found, expected):
     assert [n for n, t in found.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
 
 
-def test_native_values_are_those_of_transformers(source):
+def test_logits_by_the_published_formulas_are_those_of_the_class(source):
     _, model, root = source
-    state, expected = loaded(root / "dcp", model), native_arrays(model)
-    assert_equal(state, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in expected.items()})
     with torch.no_grad(), open_native(root / "dcp") as weights:
         theirs = model.double()(TOKENS[None]).logits[0]
         ours = native_logits({fqn: weights.read(fqn) for fqn in weights.tensors}, TOKENS, weights.info.args)
@@ -102,33 +95,13 @@ def test_native_values_are_those_of_transformers(source):
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_there_and_back(source, form, tmp_path):
-    _, model, root = source
-    to, options = FORMS[form]
-    convert(root / "hf", tmp_path / "out", to=to, options=options)
-    assert verify(tmp_path / "out").ok
-    assert diff(root / "dcp", tmp_path / "out").equal
+@pytest.mark.parametrize("to", ["dcp", "meta"])
+def test_config_there_and_back(source, to, tmp_path):
+    _, _, root = source
+    convert(root / "hf", tmp_path / "out", to=to)
     convert(tmp_path / "out", tmp_path / "hf", to="hf")
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
     ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "hf", root / "hf"))
     assert {k: v for k, v in ours.items() if v != theirs[k]}.keys() <= {"_name_or_path"}
-    if to != "meta":  # the same values in the same row order: from HF and from it, the same bytes
-        convert(tmp_path / "out", tmp_path / "dcp", to="dcp")
-        assert_equal(loaded(tmp_path / "dcp", model), loaded(root / "dcp", model))
-
-
-def test_torchtitans_newest_names_are_read(source, tmp_path):
-    _, model, root = source
-    newest = {}
-    for name, weight in loaded(root / "dcp", model).items():
-        if "attention.w" in name and ".wo." not in name:
-            name = name.replace("attention.", "attention.qkv_linear.")
-        newest["lm_head.weight" if name == "output.weight" else name] = weight
-    torch.save(newest, tmp_path / "theirs.pt")
-    report = convert(tmp_path / "theirs.pt", tmp_path / "hf", to="hf", model_from=root / "hf")
-    assert report.source_format == "torch, titan_qkv_linear names"
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -461,10 +434,8 @@ def test_nothing_to_keep(source, whole, tmp_path):
     assert diff(tmp_path / "hf", whole[1] / "dcp").num_equal  # the text model is described all the same
 
 
-def test_formats_without_such_models(source, tmp_path):
+def test_options_that_the_family_has_not(source, tmp_path):
     _, _, root = source
-    with pytest.raises(UnsupportedError, match="torchtune 0.6.1"):
-        convert(root / "dcp", tmp_path / "out", to="torchtune")
     with pytest.raises(ConfigError, match="--num-shards 8"):
         convert(root / "dcp", tmp_path / "out", to="meta", options=OutputOptions(num_shards=8))
     with pytest.raises(ConfigError, match="--fused-experts"):
