@@ -6,12 +6,17 @@ import signal
 import sys
 from collections import Counter
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple
 
 import pytest
+import typer
 
 from tests.clean_environment import forget_pythonwarnings  # before what reads the environment
 from titan_tools import cli
+
+# All commands with their options take 30 ms to build, more than many a command line does, and are the same each time
+typer.main.get_command = lru_cache(maxsize=8)(typer.main.get_command)
 
 with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu needs
     from hypothesis import settings

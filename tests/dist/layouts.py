@@ -52,8 +52,6 @@ CASES = [
     (Layout("fsdp 2 tp 2", 4, {TP: 2}), TIED),
     (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
     (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
-    # three
-    (FSDP_TP_PP, TIED),
     # each schedule; 1F1B is every other pipeline's
     (_pipe("GPipe, microbatches of 4", **{SCHEDULE: "GPipe", MICROBATCH: 4}), GQA),
     (_pipe("Interleaved1F1B fsdp 2", 4, **{SCHEDULE: "Interleaved1F1B"}), TIED),
@@ -73,6 +71,7 @@ CASES = [
 ]
 # More ranks, or one more of a kind that CASES has
 SLOW_CASES = [
+    (FSDP_TP_PP, TIED),  # the preset debug trains in it
     (Layout("accumulation 4", 2, training={"local_batch_size": 1}), TIED),
     (_pipe("replicas 2 pp 2", 4, **{REPLICAS: 2}), TIED),
     (Layout("pp 4", 4, {PP: 4, MICROBATCH: 2} | EVEN), TIED),

@@ -99,6 +99,8 @@ SLICED = [
 ]
 OF_TWELVE = ["--training.seq_len=96"]  # so that rows divide by twelve experts
 SLOW = [
+    [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
+    [*degrees(fsdp=2, pp=2), "--model.name=qwen3", "--model.flavor=debug_moe_mixed"],
     [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
     [*degrees(fsdp=2, tp=2), *SLICED, "--activation_checkpoint.mode=full", *BALANCED_EXPERTS],
     *(
@@ -116,8 +118,6 @@ SLOW = [
     "words",
     [
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
-        [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
-        [*degrees(fsdp=2, pp=2), "--model.name=qwen3", "--model.flavor=debug_moe_mixed"],
         [*degrees(fsdp=2, tp=2), "--parallelism.expert_parallel_degree=2", *BALANCED_EXPERTS],
         *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
     ],
@@ -133,7 +133,12 @@ def test_collectives_are_those_of_real_ranks(pools, words):
 
 
 @pytest.mark.parametrize(
-    "words", [degrees(fsdp=2, tp=2), degrees(fsdp=2, pp=2), pytest.param(degrees(tp=2, cp=2), marks=pytest.mark.slow)]
+    "words",
+    [
+        degrees(fsdp=2, tp=2),
+        pytest.param(degrees(fsdp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(degrees(tp=2, cp=2), marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_of_all_ranks_are_the_models(words):
     config, args = config_of(words)

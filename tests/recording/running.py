@@ -8,9 +8,12 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import chdir
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import typer
 
 _NUMBERS = re.compile(r"num_\w+|resumed_bytes|equal|ok|step")  # JSON values that depend on nothing but the input
 _COMMENT = re.compile(rb"(?m)^\s*#.*\n|[ \t]+#.*$")  # of YAML and TOML: wording
@@ -42,6 +45,8 @@ def titan(*arguments: str | Path) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command line."""
     from titan_tools import cli
 
+    if not hasattr(typer.main.get_command, "cache_info"):  # the commands are the same each time, and slow to build
+        typer.main.get_command = lru_cache(maxsize=8)(typer.main.get_command)
     kept = sys.argv, sys.stdout, sys.stderr
     sys.argv = ["titan", *map(str, arguments)]
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
