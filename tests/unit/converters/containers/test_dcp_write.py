@@ -11,7 +11,7 @@ from converters.containers.dcp_write import BLOB_FILE, plan_dcp
 
 def test_what_surrounds_many_chunks_is_written_file_by_file(tmp_path):
     """Each item is a zip of its own: 0.7 kB around a chunk, and a third of a gigabyte for 405B on 512 ranks."""
-    tensors = {f"layers.{n}.weight": TensorInfo("bfloat16", (64, 4)) for n in range(100)}
+    tensors = {f"layers.{n}.weight": TensorInfo("bfloat16", (64, 4)) for n in range(50)}
     files = {f"__{rank}_0.distcp": [(fqn, Box((rank, 0), (1, 4))) for fqn in tensors] for rank in range(64)}
     target = plan_dcp(tensors, files)
     tracemalloc.start()
@@ -20,7 +20,7 @@ def test_what_surrounds_many_chunks_is_written_file_by_file(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert sum(target.file_bytes.values()) > 4.7e6 and peak < 1e6
+    assert sum(target.file_bytes.values()) > 2.3e6 and peak < 1e6
 
 
 def test_metadata_is_written_last(tmp_path, monkeypatch):
