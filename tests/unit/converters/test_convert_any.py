@@ -213,6 +213,15 @@ def test_what_a_format_cannot_say_is_refused(source, to, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+# All formats of such models: test_families.py, test_family_forms.py
+LIKE_OTHERS = ("transformers 4", "head_dim apart", "qwen3 tied", "deepseek v2")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in MODELS],
+    indirect=True,
+)
 def test_through_every_format_in_turn(source, tmp_path):
     """No pair of formats is special: each is written from the one before, not from Hugging Face's."""
     name, folder, model = source

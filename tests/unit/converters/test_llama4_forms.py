@@ -48,7 +48,7 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=["scout", "maverick", "square"])
+@pytest.fixture(scope="module", params=["scout", "maverick"])
 def source(request, tmp_path_factory):
     """(name, model, root): root/hf, a text folder that transformers wrote, and root/dcp."""
     root = tmp_path_factory.mktemp(request.param)

@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -30,6 +31,7 @@ from converters.common.errors import TitanError
 from converters.families.deepseek_config import DEEPSEEK_V2_FIELDS, DEEPSEEK_V3_FIELDS
 from converters.families.gpt_oss_config import GPT_OSS_FIELDS
 from converters.families.hf_config import LLAMA_FIELDS
+from converters.families.llama4_config import LLAMA4_FIELDS
 from converters.families.qwen3 import QWEN3_FIELDS, QWEN3_MOE_FIELDS
 from converters.source.weights import open_native
 from tests.models import gpt_oss
@@ -397,6 +399,7 @@ def check(tmp_path: Path, name: str, chosen: dict[str, dict[str, Any]]) -> dict[
         (DeepseekV3Config, DEEPSEEK_V3_FIELDS),
         (DeepseekV2Config, DEEPSEEK_V2_FIELDS),
         (GptOssConfig, GPT_OSS_FIELDS),
+        (Llama4TextConfig, LLAMA4_FIELDS),
     ],
 )
 def test_every_field_of_the_class_is_classified(config_class, listed):
