@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What was compared and every difference, in order."""
+    """The tensors that were compared, and every difference, in order."""
 
     a: str
     b: str
@@ -99,30 +99,30 @@ def diff(
     `select`: the model of a checkpoint that holds several; two names are that of `a` and that of `b`.
     """
     with ExitStack() as stack:
-        one, other = _open_both(_opened(Path(a), Path(b), select), model_from, stack)
-        differences, notes = _model_differences(one.info, other.info)
+        side_a, side_b = _open_both(_opened(Path(a), Path(b), select), model_from, stack)
+        differences, notes = _model_differences(side_a.info, side_b.info)
         not_compared = {}
-        sections = [_section_names(side) for side in (one, other)]
+        sections = [_section_names(side) for side in (side_a, side_b)]
         for section in sorted(sections[0].keys() ^ sections[1].keys()):
             not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
-        not_compared |= dict.fromkeys(_lacking(one) & _lacking(other), "in neither")
-        if bool(one.extras) != bool(other.extras):
-            not_compared |= _leave_out(one if one.extras else other, f"only in {'A' if one.extras else 'B'}")
+        not_compared |= dict.fromkeys(_lacking(side_a) & _lacking(side_b), "in neither")
+        if bool(side_a.extras) != bool(side_b.extras):
+            not_compared |= _leave_out(side_a if side_a.extras else side_b, f"only in {'A' if side_a.extras else 'B'}")
         both = sections[0].keys() & sections[1].keys()
         pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
-        pairs = [(one.weights, other.weights, one.info or other.info)]
+        pairs = [(side_a.weights, side_b.weights, side_a.info or side_b.info)]
         if both:
-            pairs.append((_SectionsOf(one.sections, both), _SectionsOf(other.sections, both), None))
+            pairs.append((_SectionsOf(side_a.sections, both), _SectionsOf(side_b.sections, both), None))
         total = sum(_common_bytes(x, y) for x, y, _ in pairs)
         num_equal = 0
         with progress(total, "comparing") as advance:
             for x, y, info in pairs:
-                found, equal = _compare_sources(x, y, info, advance)
-                differences += found
+                pair_differences, equal = _compare_sources(x, y, info, advance)
+                differences += pair_differences
                 num_equal += equal
-        differences += _value_differences(one, other, both)
-    remarks = tuple(f"{path}: {text}" for path, side in ((a, one), (b, other)) for text in side.catalog.notes)
-    by = "native names" if one.info else "names as stored"
+        differences += _value_differences(side_a, side_b, both)
+    remarks = tuple(f"{path}: {text}" for path, side in ((a, side_a), (b, side_b)) for text in side.catalog.notes)
+    by = "native names" if side_a.info else "names as stored"
     return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared, tuple(notes), remarks)
 
 
@@ -294,7 +294,7 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
 
 
 def _pair(name: str, other: str) -> str:
-    """What two tensors are that a naming has as one."""
+    """A noun for two tensors that another naming has as one: "gate and up", else "the two"."""
     halves = (set(each.split(".")) - {"weight", "bias"} for each in (name, other))
     return "gate and up" if {"w1", "w3"} == set.symmetric_difference(*halves) else "the two"
 

@@ -78,8 +78,8 @@ def inspect_checkpoint(
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
-        found = naming_of(catalog, get_family(info.family), info.args)
-        parts, naming = _parts(info, weights, found), found.name
+        tensor_naming = naming_of(catalog, get_family(info.family), info.args)
+        parts, naming = _parts(info, weights, tensor_naming), tensor_naming.name
         quantized = quantized_tensors(catalog, info)
         if quantized is None:  # else its own problems are listed
             with native_weights(catalog, model_from=model_from, keep_mtp=True, keep_extra=True, reads_copies=False):
@@ -146,45 +146,45 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
     blocks = get_family(info.family).blocks(info.args)
     sparse = Counter(block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts))
     experts = [
-        f"{of.num} experts of {of.hidden} ({of.top_k} per token)"
-        + (f", {of.top_groups} of {of.num_groups} groups" if of.num_groups > 1 else "")
-        + (f", a shared one of {of.shared_hidden}" if of.shared_hidden else "")
+        f"{layer.num} experts of {layer.hidden} ({layer.top_k} per token)"
+        + (f", {layer.top_groups} of {layer.num_groups} groups" if layer.num_groups > 1 else "")
+        + (f", a shared one of {layer.shared_hidden}" if layer.shared_hidden else "")
         + " in "
         + ("all layers" if number == len(blocks) else f"{number} of {len(blocks)} layers")
-        for of, number in sparse.items()
+        for layer, number in sparse.items()
     ]
-    latent = [
-        f"latent attention ({of.kv_rank} + {of.rotary_dim} values per token)"
-        for of in dict.fromkeys(block.latent for block in blocks)
-        if of is not None
+    others = [
+        f"latent attention ({latent.kv_rank} + {latent.rotary_dim} values per token)"
+        for latent in dict.fromkeys(block.latent for block in blocks)
+        if latent is not None
     ]
     if mtp := num_mtp_layers(weights.tensors, get_family(info.family), naming, info.args):
-        latent.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
-    if of := get_family(info.family).multimodal:
-        beside = sum(is_named(name, of.extras) for name in weights.tensors)
-        latent += [f"{beside:,} tensors beside the text model"] if beside else []
+        others.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
+    if multimodal := get_family(info.family).multimodal:
+        beside = sum(is_named(name, multimodal.extras) for name in weights.tensors)
+        others += [f"{beside:,} tensors beside the text model"] if beside else []
     windows = Counter(b.attention.window for b in blocks if isinstance(b.attention, GroupedQuery))
-    latent += [
+    others += [
         f"a window of {window:,} tokens in {number} of {len(blocks)} layers"
         for window, number in windows.items()
         if window is not None
     ]
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
-    found = {
+    features = {
         "q/k norms": has_head_norms,
         "attention sinks": get_family(info.family).has_role(Role.SINK, info.args),
         "attention biases": info.args.attention_bias,
         "mlp biases": info.args.mlp_bias,
     }
-    return (*experts, *latent, *(part for part, is_there in found.items() if is_there))
+    return (*experts, *others, *(part for part, is_there in features.items() if is_there))
 
 
 def _naming_by_names(catalog: Catalog) -> str:
     """The naming, if names alone determine it. Native and Meta's differ only in the order of rows: unknown."""
     for family in all_families().values():
         with suppress(CheckpointError):
-            if (found := naming_of(catalog, family).name) != "native":
-                return found
+            if (name := naming_of(catalog, family).name) != "native":
+                return name
     return "unknown"
 
 

@@ -223,12 +223,12 @@ def run() -> int:
     except BrokenPipeError:  # `titan … | head`
         return PIPE_CLOSED
     except OSError as error:  # a path that cannot be read or written, without a handler closer to it
-        if (known := as_machine_error(error)) is None:
+        if (titan_error := as_machine_error(error)) is None:
             return _print_internal_error(error)
-        return _print(known, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
+        return _print(titan_error, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
     except Exception as error:
-        if known := as_memory_error(error):
-            return _print(known, tries=_fewer_workers())
+        if titan_error := as_memory_error(error):
+            return _print(titan_error, tries=_fewer_workers())
         if "can't start new thread" in str(error):
             return _print(TitanError("no more threads can be started on this machine"), tries=_fewer_workers())
         return _print_internal_error(error)

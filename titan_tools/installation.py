@@ -1,4 +1,4 @@
-"""What is wrong with the installation: packages of somebody else in titan's place, versions that do not fit.
+"""Problems of the installation: packages of somebody else in titan's place, versions that do not fit.
 
 `trainer` and `converters` are generic names, which other distributions install, too. If they overwrote, removed or
 hide titan's, one message names them and the command that mends it. Nothing of titan's is imported here.
@@ -150,7 +150,7 @@ def _incomplete(missing: Sequence[Path]) -> Problem:
     )
 
 
-def _unmet(own: Distribution, *, with_missing: bool) -> Problem | None:
+def _unmet(titan: Distribution, *, with_missing: bool) -> Problem | None:
     """Requirements in a version that does not fit.
 
     With `with_missing`, for a failed import, also what is not installed, and the requirements of requirements: an
@@ -160,30 +160,30 @@ def _unmet(own: Distribution, *, with_missing: bool) -> Problem | None:
         from packaging.requirements import Requirement
     except ImportError:
         return Problem("titan needs packaging, and it is not installed", tries=(f"{_pip()} install packaging",))
-    wrong: dict[tuple[str, str], list[str]] = {}  # requirements by who has them, and what is wrong
-    seen, left = {own.name}, [own]
-    while left:
-        user = left.pop(0)
+    unmet: dict[tuple[str, str], list[str]] = {}  # requirements by who has them, and what is wrong
+    visited, queue = {titan.name}, [titan]
+    while queue:
+        user = queue.pop(0)
         for need in map(Requirement, user.requires or ()):
             if need.marker is not None and not need.marker.evaluate({"extra": ""}):
                 continue
             required = f"{need.name}{need.specifier}"
             try:
-                found = distribution(need.name)
+                installed = distribution(need.name)
             except PackageNotFoundError:
                 if with_missing:
-                    wrong.setdefault((user.name, "not installed"), []).append(required)
+                    unmet.setdefault((user.name, "not installed"), []).append(required)
                 continue
-            if not need.specifier.contains(found.version, prereleases=True):
-                wrong.setdefault((user.name, f"{found.version} is installed"), []).append(required)
-            if with_missing and found.name not in seen:
-                seen.add(found.name)
-                left.append(found)
-    if not wrong:
+            if not need.specifier.contains(installed.version, prereleases=True):
+                unmet.setdefault((user.name, f"{installed.version} is installed"), []).append(required)
+            if with_missing and installed.name not in visited:
+                visited.add(installed.name)
+                queue.append(installed)
+    if not unmet:
         return None
     return Problem(
-        "; ".join(f"{user} needs {', '.join(needs)}: {why}" for (user, why), needs in wrong.items()),
-        tries=(f"{_pip()} install {' '.join(shlex.quote(need) for needs in wrong.values() for need in needs)}",),
+        "; ".join(f"{user} needs {', '.join(needs)}: {why}" for (user, why), needs in unmet.items()),
+        tries=(f"{_pip()} install {' '.join(shlex.quote(need) for needs in unmet.values() for need in needs)}",),
     )
 
 
@@ -222,7 +222,7 @@ def _owner(path: Path) -> Distribution | None:
 
 
 def _source(each: Distribution) -> dict[str, Any]:
-    """Where pip installed a distribution from, if not from an index."""
+    """The origin from which pip installed a distribution, if not an index."""
     source: dict[str, Any] = json.loads(each.read_text("direct_url.json") or "{}")
     return source
 
@@ -232,7 +232,7 @@ def _is_editable(source: dict[str, Any]) -> bool:
 
 
 def _hash(file: Path, kind: str) -> str:
-    """As pip records it."""
+    """The hash of a file as pip records it."""
     code = urlsafe_b64encode(hashlib.new(kind, file.read_bytes()).digest()).rstrip(b"=").decode()
     return f"{kind}={code}"
 

@@ -70,7 +70,7 @@ def gpu_name() -> str:
 
 
 def find_device() -> Device | None:
-    """What ranks on this machine compute on; None if torch is missing, without which GPUs cannot be counted."""
+    """The device of ranks on this machine; None if torch is missing, without which GPUs cannot be counted."""
     try:
         if not count_gpus():
             return HOST_CPU

@@ -1,4 +1,4 @@
-"""What runs the parts of a rank, forward and backward: the whole model here; parallel/ has pipelines and replicas."""
+"""The runner of a rank's parts, forward and backward: the whole model here; parallel/ has pipelines and replicas."""
 
 from typing import Protocol
 

@@ -24,7 +24,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cores_per_rank() -> int:
-    """How many threads of this rank can work at once while the other ranks of this machine do the same."""
+    """Number of threads of this rank that can work at once while the other ranks of this machine do the same."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 

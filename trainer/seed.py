@@ -75,12 +75,12 @@ def seed(
     info = chosen_model(job)
     model, dtype = job.config.model, job.config.training.dtype
     parameters = job.family.parameters(job.args)
-    kept = job.family.keep_float32
-    dtypes = {p.fqn: dtype if p.is_trained and not is_named(p.fqn, kept) else "float32" for p in parameters}
+    float32_names = job.family.keep_float32
+    dtypes = {p.fqn: dtype if p.is_trained and not is_named(p.fqn, float32_names) else "float32" for p in parameters}
     files = boxes_for_mesh(
         parameters,
         job.dims,
-        itemsizes={fqn: itemsize(of) for fqn, of in dtypes.items()},
+        itemsizes={fqn: itemsize(saved_dtype) for fqn, saved_dtype in dtypes.items()},
         stages=job.split.modules,
         stage_ranks=job.split.ranks,
     )
@@ -93,7 +93,7 @@ def seed(
     plan = Plan(
         source=InitialWeights(info, seed=job.seed),
         target=target,
-        casts={fqn: of for fqn, of in dtypes.items() if of != "float32"},
+        casts={fqn: saved_dtype for fqn, saved_dtype in dtypes.items() if saved_dtype != "float32"},
         write_small_files=write_small_files,
         carried=list(info.assets.values()),
     )

@@ -36,7 +36,7 @@ class NoObserver:
 
 @dataclass(frozen=True, slots=True)
 class OwnShare:
-    """What a rank has computed of a step's loss: its share in the mean, and the valid tokens of its samples.
+    """The part of a step's loss that a rank has computed: its share in the mean, and the valid tokens of its samples.
 
     Shares add up over the ranks of all stages, context shards and batches.
     """

@@ -105,11 +105,11 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     """Build, load, train. `held` closes what was opened, also after an error."""
     # Resume: what the run keeps of its checkpoint
     settings, dump_folder = job.config.checkpoint, Path(job.config.job.dump_folder)
-    asked, info, initial = job, chosen_model(job), initial_path(settings, job.config.model)
+    config_job, info, initial = job, chosen_model(job), initial_path(settings, job.config.model)
     checkpoints = held.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
     seq_len = job.config.training.seq_len
     if recorded := checkpoints.recorded(checkpoints.candidates(initial), seq_len=seq_len):
-        job = resumed_job(asked, recorded)
+        job = resumed_job(config_job, recorded)
     config, training = job.config, job.config.training
 
     # Build
@@ -163,7 +163,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         and loaded != recorded.path
         and (recorded := checkpoints.recorded([loaded], seq_len=seq_len))
     ):
-        refuse_other_job(resumed_job(asked, recorded), job, loaded)  # the step that was looked at is damaged
+        refuse_other_job(resumed_job(config_job, recorded), job, loaded)  # the step that was looked at is damaged
     run_settings = on_first(ranks.agreement, lambda: settings_of(job, info))
     if recorded:
         say_changes(recorded, run_settings)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """What a rank computes of a batch: its part of each sequence. `documents` numbers those of the whole sequences."""
+    """A rank's part of each sequence of a batch. `documents` numbers the documents of the whole sequences."""
 
     tokens: Tensor  # [B, L]
     targets: Tensor  # [B, L]

@@ -1,1 +1,1 @@
-"""What every other package of converters needs: errors, names on disk, element types, boxes, sizes, threads."""
+"""Errors, names on disk, element types, boxes, sizes and threads, for every other package of converters."""

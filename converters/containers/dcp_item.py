@@ -34,7 +34,7 @@ class ItemLayout:
 
 @dataclass(frozen=True, slots=True)
 class ItemData:
-    """What an item holds. Element `i` is at `data_offset + sum(i[d] * strides[d]) * itemsize` from the item's start."""
+    """An item's content. Element `i` is at `data_offset + sum(i[d] * strides[d]) * itemsize` from the item's start."""
 
     dtype: str
     shape: tuple[int, ...]

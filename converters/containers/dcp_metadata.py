@@ -104,7 +104,7 @@ _STUBS: Stubs = {
 
 
 class DcpEntries(NamedTuple):
-    """What a `.metadata` lists. Its chunks are not located yet (see `Chunk.item`)."""
+    """The entries of a `.metadata`. Their chunks are not located yet (see `Chunk.item`)."""
 
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry]
@@ -124,7 +124,7 @@ def parse_metadata(data: bytes, *, what: str = ".metadata") -> DcpEntries:
 
 
 def _entries(state: dict[str, Any], what: str) -> DcpEntries:
-    places = _places(state.pop("storage_data"), what)
+    locations = _places(state.pop("storage_data"), what)
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, BlobEntry] = {}
     missing: list[str] = []
@@ -133,11 +133,11 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
         if type(fqn) is not str:
             raise ValueError(f"a key that is not a name: {fqn!r}")
         if isinstance(entry, _Bytes):
-            place = places.pop((fqn, None), None)
-            if place is None:
+            location = locations.pop((fqn, None), None)
+            if location is None:
                 missing.append(fqn)
             else:
-                blobs[fqn] = BlobEntry(fqn, *place)
+                blobs[fqn] = BlobEntry(fqn, *location)
             continue
         if not isinstance(entry, _Tensor):
             raise ValueError(f"{fqn} is neither a tensor nor bytes")
@@ -147,9 +147,9 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
         chunks = []
         for chunk in entry.state["chunks"]:
             box = Box(_integers(chunk.state["offsets"]), _integers(chunk.state["sizes"]))
-            place = places.pop((fqn, box.offsets), None)
-            if place is not None:
-                file, offset, length = place
+            location = locations.pop((fqn, box.offsets), None)
+            if location is not None:
+                file, offset, length = location
                 chunks.append(Chunk(box, file, UNLOCATED, (), item=(offset, length)))
             elif box.num_elements:  # ranks without a part of a tensor write empty chunks, which may share an item
                 missing.append(f"{fqn} at {box.offsets}")
@@ -161,8 +161,8 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
         )
     if missing:
         raise CheckpointError(f"{what}: has no location of these:{list_offenders(missing)}")
-    if places:
-        names = [fqn if offset is None else f"{fqn} at {offset}" for fqn, offset in places]
+    if locations:
+        names = [fqn if offset is None else f"{fqn} at {offset}" for fqn, offset in locations]
         raise CheckpointError(f"{what}: has locations of items that it does not list:{list_offenders(names)}")
     planner_data = state.get("planner_data")
     paths = {k: v for k, v in planner_data.items() if type(v) is tuple} if isinstance(planner_data, dict) else {}

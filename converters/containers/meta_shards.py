@@ -173,10 +173,12 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks:
     args, parameters, dropped = _model(path, first, count)
     catalog = Catalog(path, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
     catalog.unread = dict(first.unread)
-    problems, asked, cut = [], set(), []
+    problems, matching_counts, cut = [], set(), []
     catalog.tensors |= of_ranks
-    held = {fqn: [c for shard in shards if fqn in shard.tensors for c in shard.tensors[fqn].chunks] for fqn in of_ranks}
-    catalog.of_ranks = {fqn: tuple(chunks[1:]) for fqn, chunks in held.items()}
+    chunks_of_ranks = {
+        fqn: [c for shard in shards if fqn in shard.tensors for c in shard.tensors[fqn].chunks] for fqn in of_ranks
+    }
+    catalog.of_ranks = {fqn: tuple(chunks[1:]) for fqn, chunks in chunks_of_ranks.items()}
     for fqn, entry in first.tensors.items():
         if fqn in of_ranks:
             continue  # dropped, so nothing of it is read
@@ -198,10 +200,10 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks:
             catalog.copies[fqn] = tuple(replace(chunk, box=box) for box, chunk in copies)
         else:
             problems.append(f"{fqn}: {list(entry.shape)} in each shard, {list(parameter.shape)} in all")
-            asked.add(_shards_asked(parameter, entry.shape))
+            matching_counts.add(_shards_asked(parameter, entry.shape))
     if problems:
         if _VOCABULARY.issuperset(cut):  # no other weight matches
-            _require_count(path, files, asked)
+            _require_count(path, files, matching_counts)
         raise CheckpointError(
             f"{path}: {count} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
             hint="they are of another model, or there is one too many",
@@ -253,7 +255,7 @@ def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | 
 
 
 def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: ModelArgs) -> int:
-    """How many shards in a row hold the same key/value head, if there are fewer heads than shards; else 0.
+    """Number of consecutive shards with the same key/value head, if there are fewer heads than shards; else 0.
 
     A shard has the queries of num_heads / count heads in a row, so the head that it needs is shard · heads // count.
     """

@@ -66,7 +66,7 @@ def _refuse_ranks(folder: Path, names: Sequence[str]) -> None:
 
 
 def _sharded_files(folder: Path) -> list[str]:
-    """What DCP's HuggingFaceStorageWriter(save_distributed=True) wrote: one file per rank, with parts of tensors."""
+    """The files of DCP's HuggingFaceStorageWriter(save_distributed=True): one per rank, with parts of tensors."""
     return sorted(p.name for p in folder.glob("shard-*-model-*.safetensors"))
 
 
@@ -104,7 +104,7 @@ def read_indexed(
             f"{index}: refused, it leads out of its folder:{list_offenders(problems)}",
             hint="files of a checkpoint are in one folder, under plain names",
         )
-    found: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     unsupported: list[str] = []
     for file in files:
         try:
@@ -116,25 +116,25 @@ def read_indexed(
             problems.append(error.message + (f" ({error.hint})" if error.hint else ""))
             continue
         for fqn, entry in entries.items():
-            if fqn in found:
-                problems.append(f"{fqn}: in both {found[fqn].chunks[0].file} and {file}")
+            if fqn in tensors:
+                problems.append(f"{fqn}: in both {tensors[fqn].chunks[0].file} and {file}")
             elif fqn not in weight_map:
                 problems.append(f"{fqn}: in {file}, but not in the index")
             elif weight_map[fqn] != file:
                 problems.append(f"{fqn}: in {file}, but the index says {weight_map[fqn]}")
-            found[fqn] = entry
+            tensors[fqn] = entry
     forgotten = _forgotten_files(folder, files)
     problems += [f"{name}: of the same series as the others, but not in the index" for name in forgotten]
     if not problems and unsupported:
         raise UnsupportedError(f"{folder}: files hold what is not covered:{list_offenders(unsupported)}")
     if not problems:
-        problems = [f"{fqn}: not in {file}" for fqn, file in weight_map.items() if fqn not in found]
+        problems = [f"{fqn}: not in {file}" for fqn, file in weight_map.items() if fqn not in tensors]
     if problems:
         raise CheckpointError(
             f"{index}: the index and the files disagree:{list_offenders(problems)}",
             hint="an incomplete or mixed download; fetch the folder again",
         )
-    return {fqn: found[fqn] for fqn in weight_map}
+    return {fqn: tensors[fqn] for fqn in weight_map}
 
 
 def read_weight_map(index: Path) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
         except UnsupportedError as error:
             unsupported.append(f"{fqn}: {error.message}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            said = str(error) if type(error) is ValueError else "not a dtype, a shape and two data_offsets"
-            problems.append(f"{fqn}: {said}")
+            reason = str(error) if type(error) is ValueError else "not a dtype, a shape and two data_offsets"
+            problems.append(f"{fqn}: {reason}")
         else:
             box, strides, ends = _placed(offsets, shape)
             chunk = Chunk(box, name, data_offset + begin, strides)

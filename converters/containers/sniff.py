@@ -19,7 +19,7 @@ def is_safetensors(start: bytes) -> bool:
 
 
 def first_bytes(path: Path) -> bytes:
-    """As many of a file as the checks of this module look at."""
+    """The first bytes of a file, as many as the checks of this module look at."""
     with path.open("rb") as file:
         return file.read(_NUM_BYTES)
 

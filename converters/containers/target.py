@@ -1,4 +1,4 @@
-"""Where a plan's bytes are written: slots in files, the writing itself, and the checksums of the files."""
+"""The files that a plan writes: their slots, the writing itself, and their checksums."""
 
 import errno
 import os

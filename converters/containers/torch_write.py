@@ -127,9 +127,9 @@ def plan_meta(
     slots: list[Slot] = []
     for index in range(num_shards):
         boxes = {name: _part(info.shape, dims[name], num_shards, index) for name, info in tensors.items()}
-        held = {name: TensorInfo(info.dtype, boxes[name].sizes) for name, info in tensors.items()}
+        infos = {name: TensorInfo(info.dtype, boxes[name].sizes) for name, info in tensors.items()}
         file = META_SHARD.format(index=index)
-        part = plan_torch(held, file=file, shared=shared, root=Path(file).stem, stored=stored)
+        part = plan_torch(infos, file=file, shared=shared, root=Path(file).stem, stored=stored)
         parts.append(part)
         slots += [replace(slot, box=boxes[slot.fqn]) for slot in part.slots]
 

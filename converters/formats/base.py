@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OptionText:
-    """How a field of OutputOptions is given on the command line."""
+    """The command-line option of a field of OutputOptions."""
 
     flag: str
     help: str
@@ -51,7 +51,7 @@ class Style(StrEnum):
 
 
 class Quantize(StrEnum):
-    """How weights are quantized."""
+    """The quantization of the weights to write."""
 
     fp8 = "fp8"
     fp8_ue8m0 = "fp8:ue8m0"
@@ -168,7 +168,7 @@ OPTIONS: Mapping[str, OptionText] = {f.name: f.metadata["option"] for f in field
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an output is planned from: the tensors to write, and their model."""
+    """The tensors to write and their model, from which an output is planned."""
 
     tensors: Mapping[str, TensorInfo]  # by target name, in order
     view: View  # has their values; its ledger maps them to native tensors

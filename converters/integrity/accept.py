@@ -1,4 +1,4 @@
-"""What `titan verify --accept` adds to the checks: compare with the old manifest, and replace it by one rename."""
+"""`titan verify --accept` after the checks: compare with the old manifest, and replace it by one rename."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,14 +104,14 @@ def accept_changes(
         ]
     if files or values or folder.unreadable:
         same = {name: entry for name, entry in old.files.items() if name not in files}
-        others = [name for name in folder.states if name not in same]
-        sums = in_threads([partial(sum_file, folder.path / name) for name in others])
+        changed_files = [name for name in folder.states if name not in same]
+        sums = in_threads([partial(sum_file, folder.path / name) for name in changed_files])
         fsync_folder(folder.path)  # the files are on the disk before the manifest is
         if _states(folder.path) != folder.states:
             raise CheckpointError(
                 f"{folder.path}: files changed while they were being checked", hint=f"{MANIFEST} was not changed"
             )
-        sums_by_name = same | dict(zip(others, sums, strict=True))
+        sums_by_name = same | dict(zip(changed_files, sums, strict=True))
         write_manifest(folder.path, tensors=tensors, files=sums_by_name, accepted=True, selected=old.selected)
         fsync(folder.path)
     return checks, Changes(files, values, len(tensors), folder.unreadable)

@@ -86,13 +86,13 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class DigestRules:
-    """What the digests of stored tensors are of."""
+    """The values that the digests of stored tensors are computed from."""
 
     native_rows: RowNumbers | None = None  # None: rows are stored in native order
     quantized: QuantizedTensors | None = None
 
     def source_for(self, reader: CatalogReader, fqn: str, listed: TensorSum | None) -> TensorSource:
-        """What to read a tensor from: its values or, if `listed` has a digest of the codes, the codes.
+        """The source to read a tensor from: its values or, if `listed` has a digest of the codes, the codes.
 
         Raises CheckpointError if a digest is of values that cannot be computed.
         """
@@ -209,7 +209,7 @@ def _carries_none(reader: CatalogReader, fqn: str, chunk: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSums:
-    """What was read of the tensors of a checkpoint. `non_finite`: tensor → number of NaN and infinite values."""
+    """Digests and problems of the tensors of a checkpoint. `non_finite`: tensor → number of NaN and infinite values."""
 
     entries: dict[str, TensorSum]
     non_finite: dict[str, int]

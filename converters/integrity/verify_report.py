@@ -18,7 +18,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What `titan verify --accept` found to differ from the manifest that it replaces: name → difference."""
+    """Differences from the manifest that `titan verify --accept` replaces: name → difference."""
 
     files: dict[str, str]
     tensors: dict[str, str]

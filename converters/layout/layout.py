@@ -52,7 +52,7 @@ class Cut:
 
 
 def cuts_of(parameter: Parameter, mesh: MeshShape) -> list[Cut]:
-    """How a replica's ranks share a parameter, in the order of the cuts: EP and TP first, FSDP inside."""
+    """The cuts of a parameter among a replica's ranks, in their order: EP and TP first, FSDP inside."""
     if parameter.expert_dim is None or mesh.ep == 1:
         return [Cut(parameter.tp_dim, mesh.tp, 1), Cut(0, mesh.fsdp, mesh.tp)]
     num_experts = parameter.shape[parameter.expert_dim]
@@ -111,15 +111,15 @@ def boxes_for_mesh(
     _reject_tiny_chunks(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000
     # differ.
-    made: dict[tuple[Any, ...], list[tuple[int, Box]]] = {}
+    boxes_by_kind: dict[tuple[Any, ...], list[tuple[int, Box]]] = {}
     files: dict[int, list[tuple[str, Box]]] = {}
     for parameter in parameters:
         element_bytes = itemsizes[parameter.fqn]
-        key = (parameter.shape, *cuts_of(parameter, mesh), element_bytes, parameter.is_trained)
-        if key not in made:
-            made[key] = list(_boxes_within_stage(parameter, mesh, element_bytes))
+        kind = (parameter.shape, *cuts_of(parameter, mesh), element_bytes, parameter.is_trained)
+        if kind not in boxes_by_kind:
+            boxes_by_kind[kind] = list(_boxes_within_stage(parameter, mesh, element_bytes))
         first_rank = pp_rank_of[module_of(parameter.fqn)] * ranks_per_stage
-        for rank, box in made[key]:
+        for rank, box in boxes_by_kind[kind]:
             files.setdefault(first_rank + rank, []).append((parameter.fqn, box))
     return {DISTCP_FILE.format(rank=rank): files[rank] for rank in sorted(files)}
 
@@ -140,7 +140,7 @@ def _boxes_within_stage(parameter: Parameter, mesh: MeshShape, element_bytes: in
 
 
 def _num_parts(cut: Cut, shape: tuple[int, ...]) -> int:
-    """Of parts that may hold something: ranks beyond the rows hold nothing."""
+    """Number of parts that may hold something: ranks beyond the rows hold nothing."""
     if cut.dim is None or not shape:
         return 1
     return min(cut.degree, max(shape[cut.dim], 1))

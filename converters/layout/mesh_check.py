@@ -87,7 +87,7 @@ def _fitting_ep(mesh: MeshShape, num: int, hidden: int, dim: int) -> str:
 
 
 def uneven_over_tp(args: ModelArgs, tp: int) -> str:
-    """Which sizes of the model `tp` does not divide, and the degrees that would: "does not divide …"; "" if none."""
+    """The sizes of the model that `tp` does not divide, and the degrees that would: "does not divide …"; "" if none."""
     counts = {
         "attention heads": args.num_heads,
         "key/value heads": args.num_kv_heads,

@@ -49,7 +49,7 @@ class MeshShape:
 
     @property
     def of_experts(self) -> str:
-        """How the ranks of a replica share experts: `efsdp 2 × ep 8 × etp 1`."""
+        """The degrees by which the ranks of a replica share experts: `efsdp 2 × ep 8 × etp 1`."""
         return f"efsdp {self.efsdp} × ep {self.ep} × etp {self.expert_tp}"
 
     def coordinates(self, rank: int) -> "MeshShape":

@@ -1,1 +1,1 @@
-"""Which model a folder holds: its numbers and fields, multimodal wrappers, multi-token prediction."""
+"""The model that a folder holds: its numbers and fields, multimodal wrappers, multi-token prediction."""

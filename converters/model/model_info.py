@@ -250,11 +250,11 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any], dict[str
             tries=["titan --import MODULE …"],
         )
     family = get_family(name)
-    known = {f.name for f in fields(family.args_type)}
+    field_names = {f.name for f in fields(family.args_type)}
     for key, value in LISTED_FOR_EVERY_FAMILY.items():  # a number of another family may only have its default
-        if key not in known and numbers.get(key, value) is value:
-            numbers = {other: given for other, given in numbers.items() if other != key}
-    problems = [f"unknown  {key} = {str(value)[:40]}" for key, value in numbers.items() if key not in known]
+        if key not in field_names and numbers.get(key, value) is value:
+            numbers = {other: default for other, default in numbers.items() if other != key}
+    problems = [f"unknown  {key} = {str(value)[:40]}" for key, value in numbers.items() if key not in field_names]
     problems += [f"missing  {f.name}" for f in fields(ModelArgs)[:7] if f.name not in numbers]
     if problems:
         raise CheckpointError(

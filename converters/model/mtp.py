@@ -19,7 +19,7 @@ _NUMBER = "num_mtp_layers"  # in the args of families that have such layers
 
 
 def num_mtp_layers(names: Container[str], family: Family, naming: Naming, args: ModelArgs) -> int:
-    """How many such layers a checkpoint of these tensors has; its config may state layers that are not there."""
+    """Number of such layers in a checkpoint of these tensors; its config may state layers that are not there."""
     count = 0
     while hasattr(args, _NUMBER):
         wider = family.naming_for(naming, with_mtp(args, count + 1))

@@ -38,31 +38,31 @@ def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """
     named = config.get("architectures") if isinstance(config.get("architectures"), list) else []
     for family in all_families().values():
-        of = family.multimodal
+        multimodal = family.multimodal
         if (
-            of is None
-            or of.text_key not in config
-            or not {of.model_type, of.architecture}
+            multimodal is None
+            or multimodal.text_key not in config
+            or not {multimodal.model_type, multimodal.architecture}
             & {
                 config.get("model_type") or "",
                 *map(str, named or []),
             }
         ):
             continue
-        text = config[of.text_key]
+        text = config[multimodal.text_key]
         if not isinstance(text, Mapping):
-            raise CheckpointError(f"config.json: {of.text_key} is a {type(text).__name__}, not an object")
+            raise CheckpointError(f"config.json: {multimodal.text_key} is a {type(text).__name__}, not an object")
         tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
         if len(tied) == 2 and tied[0] != tied[1]:
             raise CheckpointError(
-                f"config.json: tie_word_embeddings is {tied[0]!r}, and {tied[1]!r} in {of.text_key}",
+                f"config.json: tie_word_embeddings is {tied[0]!r}, and {tied[1]!r} in {multimodal.text_key}",
                 hint="correct the one that is wrong",
             )
         inner = {key: config[key] for key in _MOVED if key in config} | dict(text)
         inner |= {"tie_word_embeddings": tied[0]} if tied else {}
         inner.setdefault("model_type", family.hf_model_types[0])
         inner.pop("architectures", None)
-        return inner, {key: value for key, value in config.items() if key not in (*_NOT_OUTER, of.text_key)}
+        return inner, {key: value for key, value in config.items() if key not in (*_NOT_OUTER, multimodal.text_key)}
     return dict(config), {}
 
 

@@ -26,19 +26,19 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     """
     family, args = get_family(info.family), info.args
     naming = family.naming_for(naming, args)
-    second = {rule.foreign: rule.native for rule in naming.repeats}
-    held = {p.fqn: p for p in family.parameters(args)}
+    repeated = {rule.foreign: rule.native for rule in naming.repeats}
+    parameters = {p.fqn: p for p in family.parameters(args)}
     if args.tied and naming.repeats_tied:
-        held[OUTPUT] = held[EMBEDDING]
+        parameters[OUTPUT] = parameters[EMBEDDING]
     ledger, tensors, expressions, problems = Ledger(), {}, {}, []
-    by_native = rules_for(held, naming)
-    for fqn, parameter in held.items():
+    by_native = rules_for(parameters, naming)
+    for fqn, parameter in parameters.items():
         op = by_native[with_placeholder(fqn)].op
         if isinstance(op, rules.Zeros) and parameter.fqn in native.tensors:
             ledger.dropped[fqn] = op.reason
-    made = foreign_expressions(held, naming, args)
-    made |= {name: (Source(held[fqn].fqn), held[fqn].shape) for name, fqn in second.items()}
-    for name, (expression, shape) in made.items():
+    foreign = foreign_expressions(parameters, naming, args)
+    foreign |= {name: (Source(parameters[fqn].fqn), parameters[fqn].shape) for name, fqn in repeated.items()}
+    for name, (expression, shape) in foreign.items():
         present = [part for part in expression.sources if part in native.tensors]
         if not present:
             continue

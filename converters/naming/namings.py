@@ -1,4 +1,4 @@
-"""Which naming the names of a checkpoint's tensors follow, and the rule that gives each of them."""
+"""The naming that the names of a checkpoint's tensors follow, and the rule that gives each of them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -67,7 +67,7 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
 
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
-    """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
+    """Number of tensors with names of the best matching naming of `family`; `names`: name → number of tensors."""
     known = map(any_name, readable_namings(family))
     return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in known)
 

@@ -52,57 +52,32 @@ def native_view(
     rule_of = {p.fqn: by_native[with_placeholder(p.fqn)] for p in (*parameters, *outputs)}
     foreign_of = {p.fqn: foreign_tensors(rule_of[p.fqn], p) for p in (*parameters, *outputs)}
     tied_names = {name for p in outputs for name in foreign_of[p.fqn].names}
-    known = {name for foreign in foreign_of.values() for name in foreign.names}
-    ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
-    scales = quantized.scales if quantized else {}
-    repeats = {rule.foreign: rule.native for rule in naming.repeats}
-    of_other_media, kept = family.multimodal.extras if family.multimodal else (), list[str]()
-    for name in source.tensors:
-        if name in scales:
-            continue
-        if name in tied_names:
-            tied_copy = name
-        elif name in known:
-            found.add(name)
-        elif name in repeats:
-            ledger.repeated[name] = repeats[name]
-            ledger.dropped[name] = REPEATED_REASON + repeats[name]
-        elif is_named(name, of_other_media):
-            if keep_extra:
-                kept.append(name)
-            else:
-                ledger.dropped[name] = EXTRA_REASON
-        elif reason := drop_reason(name, naming):
-            ledger.dropped[name] = reason
-        else:
-            ledger.extra.append(name)
-    unknown = set(ledger.extra)
-    for name, weight in scales.items():  # what happens to a weight happens to its scales
-        if reason := drop_reason(weight, naming):
-            ledger.dropped[name] = reason
-        elif weight in unknown:
-            ledger.extra.append(name)
-    if tied_copy is not None and not found.intersection(foreign_of[EMBEDDING].names):
+    ledger, scales = Ledger(), quantized.scales if quantized else {}
+    extras = family.multimodal.extras if family.multimodal else ()
+    stored, kept_extras, tied_copy = _assign_names(
+        source, ledger, naming, foreign_of, tied_names, scales, extras=extras, keep_extra=keep_extra
+    )
+    if tied_copy is not None and not stored.intersection(foreign_of[EMBEDDING].names):
         # the tied weight, under its other name
         foreign_of[EMBEDDING] = replace(foreign_of[EMBEDDING], names=(tied_copy,))
-        found.add(tied_copy)
+        stored.add(tied_copy)
         tied_copy = None
-    not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, found)
-    tensors, expressions = {}, {}
+    not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, stored)
+    tensors, expressions, problems = {}, {}, list[str]()
     for parameter in parameters:
         fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
         if isinstance(op, rules.Zeros) or fqn in not_saved:
             ledger.made[fqn] = op.reason if isinstance(op, rules.Zeros) else NOT_SAVED_REASON
             op, foreign = rules.Zeros(ledger.made[fqn]), replace(foreign, names=())
-        absent = [name for name in foreign.names if name not in found]
+        absent = [name for name in foreign.names if name not in stored]
         if absent:
             ledger.missing += absent
             if not allow_missing:
                 problems += [_missing(name, foreign) for name in absent]
             elif len(absent) < len(foreign.names):
-                rest = f"only all parts of {fqn} together may be missing"
-                problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
-        present = {name: source.tensors[name] for name in foreign.names if name in found}
+                why = f"only all parts of {fqn} together may be missing"
+                problems += [f"{_missing(name, foreign)}: {why}" for name in absent]
+        present = {name: source.tensors[name] for name in foreign.names if name in stored}
         if quantized:
             if not quantized.scheme.covers(parameter):
                 problems += [
@@ -118,7 +93,7 @@ def native_view(
         dtype = present[foreign.names[0]].dtype if present else "float32"
         tensors[fqn] = TensorInfo(dtype, parameter.shape)
         ledger.used[fqn] = expressions[fqn].sources
-    for name in kept:
+    for name in kept_extras:
         expressions[name], tensors[name], ledger.used[name] = Source(name), source.tensors[name], (name,)
     ledger.missing = list(dict.fromkeys(ledger.missing))
     if quantized:
@@ -128,20 +103,11 @@ def native_view(
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
     elif not quantized:
-        problems += [f"unexpected  {n}: scales of {of}" for n in ledger.extra if (of := _scaled_by(n, source.tensors))]
-    missing_output = not args.tied and OUTPUT not in ledger.used
-    if missing_output and problems == [_missing(name := foreign_of[OUTPUT].names[0], foreign_of[OUTPUT])]:
-        raise CheckpointError(
-            f"{prefix(where)}there is no output weight ({name}): a base model was saved without its head, or the model "
-            "is tied and its config does not say so",
-            hint="transformers would compute with random values there; save the model with its head, or set "
-            "tie_word_embeddings: true in config.json if it is tied",
-            tries=["--allow-missing, for a conversion without it"],
-        )
+        scaled = {name: _scaled_by(name, source.tensors) for name in ledger.extra}
+        problems += [f"unexpected  {name}: scales of {weight}" for name, weight in scaled.items() if weight]
     if problems:
-        raise _ledger_error(
-            list(dict.fromkeys(problems)), family, naming, ledger.extra, missing_output=missing_output, where=where
-        )
+        no_output = None if args.tied or OUTPUT in ledger.used else foreign_of[OUTPUT]
+        raise _ledger_error(list(dict.fromkeys(problems)), family, naming, ledger.extra, no_output, where=where)
     if tied_copy is not None:
         if reads_copies:
             _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
@@ -149,14 +115,60 @@ def native_view(
     return View(source, tensors, expressions, ledger)
 
 
+def _assign_names(
+    source: TensorSource,
+    ledger: Ledger,
+    naming: Naming,
+    foreign_of: Mapping[str, ForeignTensors],
+    tied_names: set[str],
+    scales: Mapping[str, str],
+    *,
+    extras: Sequence[str],
+    keep_extra: bool,
+) -> tuple[set[str], list[str], str | None]:
+    """The names of the model's tensors, of those beside it that are kept, and of the output that a tied model repeats.
+
+    All others go to the ledger. `scales`: name → the weight that they belong to; `extras`: names beside a text model.
+    """
+    model_names = {name for foreign in foreign_of.values() for name in foreign.names}
+    repeats = {rule.foreign: rule.native for rule in naming.repeats}
+    stored, kept_extras, tied_copy = set[str](), list[str](), None
+    for name in source.tensors:
+        if name in scales:
+            continue
+        if name in tied_names:
+            tied_copy = name
+        elif name in model_names:
+            stored.add(name)
+        elif name in repeats:
+            ledger.repeated[name] = repeats[name]
+            ledger.dropped[name] = REPEATED_REASON + repeats[name]
+        elif is_named(name, extras):
+            if keep_extra:
+                kept_extras.append(name)
+            else:
+                ledger.dropped[name] = EXTRA_REASON
+        elif reason := drop_reason(name, naming):
+            ledger.dropped[name] = reason
+        else:
+            ledger.extra.append(name)
+    unknown = set(ledger.extra)
+    for name, weight in scales.items():  # what happens to a weight happens to its scales
+        if reason := drop_reason(weight, naming):
+            ledger.dropped[name] = reason
+        elif weight in unknown:
+            ledger.extra.append(name)
+    return stored, kept_extras, tied_copy
+
+
 def _missing(name: str, foreign: ForeignTensors) -> str:
     return f"missing     {name}  {list(foreign.shape)}"
 
 
-def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, ForeignTensors], found: set[str]) -> set[str]:
+def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, ForeignTensors], stored: set[str]) -> set[str]:
     """The buffers that training changes, if the source has none: then there is nothing to lose, they are zero."""
     buffers = [p.fqn for p in parameters if not p.is_trained]
-    return set(buffers) if found.isdisjoint(n for fqn in buffers for n in foreign_of[fqn].names) else set()
+    return set(buffers) if stored.isdisjoint(n for fqn in buffers for n in foreign_of[fqn].names) else set()
 
 
 def _scaled_by(name: str, tensors: Mapping[str, TensorInfo]) -> str:
@@ -167,7 +179,7 @@ def _scaled_by(name: str, tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def _part_problems(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> list[str]:
-    """What is wrong with the foreign tensors that make one native tensor."""
+    """Problems of the foreign tensors that make one native tensor."""
     problems = []
     usual = Counter(info.dtype for info in parts.values()).most_common(1)
     for name, info in parts.items():
@@ -180,11 +192,11 @@ def _part_problems(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> l
     return problems
 
 
-def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
+def _require_equal(source: TensorSource, embedding: str, output: str, *, where: str) -> None:
     """Raise CheckpointError unless two tensors hold the same bits."""
-    if problem := first_difference(source, one, other):
+    if problem := first_difference(source, embedding, output):
         raise CheckpointError(
-            f"{prefix(where)}the model is tied, but {other} differs from {one}: {problem}",
+            f"{prefix(where)}the model is tied, but {output} differs from {embedding}: {problem}",
             hint="dropping it would change the model; an untied model has tie_word_embeddings: false in config.json",
         )
 
@@ -194,23 +206,34 @@ def _ledger_error(
     family: Family,
     naming: Naming,
     extra: Sequence[str],
+    no_output: ForeignTensors | None,
     *,
-    missing_output: bool,
     where: str,
 ) -> CheckpointError:
+    """The error with all `problems`. `no_output`: the output weight, if an untied model lacks it."""
+    if no_output and problems == [_missing(no_output.names[0], no_output)]:
+        return CheckpointError(
+            f"{prefix(where)}there is no output weight ({no_output.names[0]}): a base model was saved without its "
+            "head, or the model is tied and its config does not say so",
+            hint="transformers would compute with random values there; save the model with its head, or set "
+            "tie_word_embeddings: true in config.json if it is tied",
+            tries=["--allow-missing, for a conversion without it"],
+        )
     hints = [f"names were read as {naming.name!r}"]
-    if missing_output:
+    if no_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
     if any(name.endswith(_SCALE_ENDS) for name in extra):
         hints.append(f"scales of float8 and mxfp4 weights are read where config.json has a {KEY}")
-    own = any_name(naming)
-    strangers = [name for name in extra if not own.fullmatch(name)]
-    for other in family.namings.values():
-        if any(any_name(other).fullmatch(name) for name in strangers):
-            hints.append(f"some of the unexpected names are those of {other.name!r}: one model, stored in two forms?")
+    pattern = any_name(naming)
+    unnamed = [name for name in extra if not pattern.fullmatch(name)]
+    for candidate in family.namings.values():
+        if any(any_name(candidate).fullmatch(name) for name in unnamed):
+            hints.append(
+                f"some of the unexpected names are those of {candidate.name!r}: one model, stored in two forms?"
+            )
             break
-    found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     return CheckpointError(
-        f"{prefix(where)}the tensors do not match the model, {found}:" + list_offenders(sorted(problems)),
+        f"{prefix(where)}the tensors do not match the model, {count}:" + list_offenders(sorted(problems)),
         hint="; ".join(hints),
     )

@@ -55,17 +55,17 @@ def native_expression(op: rules.Op, parameter: Parameter, parts: tuple[Expressio
 
 
 def foreign_expressions(
-    held: Mapping[str, Parameter], naming: Naming, args: ModelArgs
+    parameters: Mapping[str, Parameter], naming: Naming, args: ModelArgs
 ) -> dict[str, tuple[Expression, tuple[int, ...]]]:
     """ForeignTensors name → the tensor, made of native ones, and its shape: the inverse of `native_expression`.
 
-    `held`: native name → the parameter with its values, which is another one for a tied output.
+    `parameters`: native name → the parameter with its values, which is another one for a tied output.
     """
-    made: dict[str, tuple[Expression, tuple[int, ...]]] = {}
+    expressions: dict[str, tuple[Expression, tuple[int, ...]]] = {}
     halves: dict[str, dict[int, Expression]] = {}
     rows: dict[str, dict[int, tuple[Expression, int]]] = {}
-    by_native = rules_for(held, naming)
-    for fqn, parameter in held.items():
+    by_native = rules_for(parameters, naming)
+    for fqn, parameter in parameters.items():
         rule = by_native[with_placeholder(fqn)]
         source: Expression = Source(parameter.fqn)
         foreign, op = foreign_tensors(rule, replace(parameter, fqn=fqn)), rule.op
@@ -73,24 +73,24 @@ def foreign_expressions(
             source, op = Transpose(source), op.of
         match op:
             case rules.RopeHalves():
-                made[foreign.names[0]] = HeadRows(source, args.head_dim, to_halves=True), foreign.shape
+                expressions[foreign.names[0]] = HeadRows(source, args.head_dim, to_halves=True), foreign.shape
             case rules.Stacked():
                 num_rows = prod(foreign.shape[:-1])
-                made |= {n: (Index(source, e, num_rows), foreign.shape) for e, n in enumerate(foreign.names)}
+                expressions |= {n: (Index(source, e, num_rows), foreign.shape) for e, n in enumerate(foreign.names)}
             case rules.Half(number, dim):
                 (name,) = foreign.names
                 parts = halves.setdefault(name, {})
                 parts[number] = source
-                made[name] = Join(tuple(parts[n] for n in sorted(parts)), dim, foreign.shape), foreign.shape
+                expressions[name] = Join(tuple(parts[n] for n in sorted(parts)), dim, foreign.shape), foreign.shape
             case rules.Rows(start):
                 (name,) = foreign.names
                 rows.setdefault(name, {})[start] = source, parameter.shape[0]
-                found = [rows[name][n] for n in sorted(rows[name])]
-                joined = Join(tuple(p for p, _ in found), 0, foreign.shape, tuple(size for _, size in found))
-                made[name] = joined, foreign.shape
+                pieces = [rows[name][n] for n in sorted(rows[name])]
+                joined = Join(tuple(p for p, _ in pieces), 0, foreign.shape, tuple(size for _, size in pieces))
+                expressions[name] = joined, foreign.shape
             case rules.Same():
-                made[foreign.names[0]] = source, foreign.shape
-    return made
+                expressions[foreign.names[0]] = source, foreign.shape
+    return expressions
 
 
 def _transposed(parameter: Parameter) -> Parameter:

@@ -85,7 +85,7 @@ def _outer_prefix(catalog: Catalog) -> str:
 
 
 def _num_known(alike: Mapping[str, int]) -> int:
-    """How many tensors have names of the best matching family; `alike`: name → number of tensors."""
+    """Number of tensors with names of the best matching family; `alike`: name → number of tensors."""
     return max(count_named(alike, family) for family in all_families().values())
 
 

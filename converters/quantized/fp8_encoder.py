@@ -58,11 +58,11 @@ class Fp8Encoder:
             return Encoded(codes, box, scales, place, num_moved)
 
     def _is_exact(self, box: Box, values: _Array, amax: _Array, scales: _Array) -> _Array:
-        """Which blocks `scales` give back bit for bit."""
+        """A flag for each block: whether `scales` give it back bit for bit."""
         block = self.scheme.block
         codes = encode(values, amax, scales.astype(np.float32), block, exact=np.full(scales.shape, True))
-        found = self.values_of(Encoded(codes, box, scales, box, 0), box)
-        differs = found.view(np.uint16) != values.astype(found.dtype).view(np.uint16)
+        decoded = self.values_of(Encoded(codes, box, scales, box, 0), box)
+        differs = decoded.view(np.uint16) != values.astype(decoded.dtype).view(np.uint16)
         rows, columns = (np.arange(0, size, step) for size, step in zip(values.shape, block, strict=True))
         is_exact: _Array = ~np.logical_or.reduceat(np.logical_or.reduceat(differs, rows, axis=0), columns, axis=1)
         return is_exact

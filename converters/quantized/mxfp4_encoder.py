@@ -55,10 +55,10 @@ class Mxfp4Encoder:
             return Encoded(codes, codes_place, scales, place, num_moved)
 
     def _is_exact(self, values: _Array, scales: _Array, *, where: _Array) -> _Array:
-        """Which blocks, of those in `where`, `scales` give back bit for bit: those of zeros, too."""
+        """A flag for each block: whether it is in `where`, and `scales` give it back bit for bit. Zeros are exact."""
         blocks, of_blocks = values.reshape(*scales.shape, BLOCK)[where], scales[where][:, None]
-        found = decode(encode(blocks, of_blocks), of_blocks, self.digest_dtype)
-        same = found.view(np.uint16) == blocks.astype(found.dtype).view(np.uint16)
+        decoded = decode(encode(blocks, of_blocks), of_blocks, self.digest_dtype)
+        same = decoded.view(np.uint16) == blocks.astype(decoded.dtype).view(np.uint16)
         is_exact = np.zeros(scales.shape, bool)
         is_exact[where] = same.all(axis=-1)
         return is_exact

@@ -1,4 +1,4 @@
-"""How GPT-OSS's releases are quantized: experts in mxfp4, with codes and scales as two tensors of bytes.
+"""The quantization of GPT-OSS's releases: experts in mxfp4, with codes and scales as two tensors of bytes.
 
 A matrix of rows and columns is `X_blocks` [..., rows, columns / 32, 16] with `X_scales` [..., rows, columns / 32] in
 Hugging Face's names, and `X.blocks` with `X.scales` in OpenAI's.
@@ -56,11 +56,13 @@ class Mxfp4Scheme:
 
     def scales_of(self, name: str) -> str:
         """The name of the scales of codes of this name."""
-        return next(name.removesuffix(end) + its for end, its in ENDS.items() if name.endswith(end))
+        return next(name.removesuffix(end) + scales_end for end, scales_end in ENDS.items() if name.endswith(end))
 
     def weight_of(self, name: str) -> str:
         """The name of the codes of scales of this name; other names unchanged."""
-        return next((name.removesuffix(its) + end for end, its in ENDS.items() if name.endswith(its)), name)
+        return next(
+            (name.removesuffix(scales_end) + end for end, scales_end in ENDS.items() if name.endswith(scales_end)), name
+        )
 
     def stored(self, shape: tuple[int, ...], *, scale_dtype: str = "uint8") -> tuple[TensorInfo, TensorInfo]:
         """Codes and scales of a tensor of this shape, whose last dim is a multiple of 32."""

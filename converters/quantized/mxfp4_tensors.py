@@ -45,14 +45,16 @@ def find_mxfp4(
         problems[name] = f"dtype       {name}  is {blocks[name].dtype}, other experts are {METHOD}"
     expressions = {}
     for name, info in codes.items():
-        its = scheme.scales_of(name)
-        problems |= _problems(name, info, its, tensors.get(its), scheme)
-        expressions[name] = Mxfp4Blocks(Source(name), Source(its), dtype)
+        scales_name = scheme.scales_of(name)
+        problems |= _problems(name, info, scales_name, tensors.get(scales_name), scheme)
+        expressions[name] = Mxfp4Blocks(Source(name), Source(scales_name), dtype)
     return Mxfp4Tensors(expressions, scales, problems)
 
 
-def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, scheme: Mxfp4Scheme) -> dict[str, str]:
-    """What is wrong with codes and their scales, whose name is `its`, by tensor."""
+def _problems(
+    name: str, info: TensorInfo, scales_name: str, scales: TensorInfo | None, scheme: Mxfp4Scheme
+) -> dict[str, str]:
+    """Problems of codes and their scales, whose name is `scales_name`: tensor → problem."""
     if info.dtype != "uint8":
         return {name: f"dtype       {name}  is {info.dtype}, should be uint8"}
     if len(info.shape) < 3 or info.shape[-1] != CODE_BYTES:
@@ -62,9 +64,9 @@ def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, 
     if scheme.is_listed(module):
         problems[name] = f"config      {name}  is {METHOD}, and {KEY} lists its module as not quantized"
     if scales is None:
-        problems[its] = f"missing     {its}  {list(info.shape[:-1])}: {name} is {METHOD}"
+        problems[scales_name] = f"missing     {scales_name}  {list(info.shape[:-1])}: {name} is {METHOD}"
     elif scales.shape != info.shape[:-1]:
-        problems[its] = f"shape       {its}  is {list(scales.shape)}, should be {list(info.shape[:-1])}"
+        problems[scales_name] = f"shape       {scales_name}  is {list(scales.shape)}, should be {list(info.shape[:-1])}"
     elif scales.dtype != "uint8":
-        problems[its] = f"dtype       {its}  is {scales.dtype}, should be uint8"
+        problems[scales_name] = f"dtype       {scales_name}  is {scales.dtype}, should be uint8"
     return problems

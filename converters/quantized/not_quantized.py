@@ -8,7 +8,7 @@ from typing import Any
 
 
 def name_list_problem(key: str, names: Any) -> list[str]:
-    """What is wrong with such a list; [] if nothing."""
+    """Problems of such a list; [] if there are none."""
     if isinstance(names, list) and all(isinstance(name, str) and name for name in names):
         return []
     return [f"{key} = {names!r:.60}, not a list of names"]

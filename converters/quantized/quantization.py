@@ -1,4 +1,4 @@
-"""How a Hugging Face checkpoint is quantized: `quantization_config` of config.json, read and written.
+"""The quantization of a Hugging Face checkpoint: `quantization_config` of config.json, read and written.
 
 Covered are float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published, and mxfp4, as GPT-OSS is
 (mxfp4_scheme.py). Scales of a float8 weight are a tensor of their own, with the weight's name and `_scale_inv`.
@@ -95,27 +95,27 @@ def read_quantization(config: Mapping[str, Any]) -> Scheme | None:
 
     Raises UnsupportedError with everything that is not covered.
     """
-    given = config.get(KEY)
-    if given is None:
+    section = config.get(KEY)
+    if section is None:
         return None
-    if not isinstance(given, dict):
-        raise CheckpointError(f"config.json: its {KEY} is {given!r:.60}, not an object")
-    method = given.get("quant_method")
+    if not isinstance(section, dict):
+        raise CheckpointError(f"config.json: its {KEY} is {section!r:.60}, not an object")
+    method = section.get("quant_method")
     if method == MXFP4:
-        return read_mxfp4(given)
+        return read_mxfp4(section)
     if method != "fp8":
-        known = "".join(f", {key} {given[key]!r:.60}" for key in _KINDS if key in given)
+        details = "".join(f", {key} {section[key]!r:.60}" for key in _KINDS if key in section)
         raise UnsupportedError(
-            f"config.json: {KEY} has quant_method {method!r:.60}{known}, which is not covered",
+            f"config.json: {KEY} has quant_method {method!r:.60}{details}, which is not covered",
             hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published, mxfp4, as GPT-OSS "
             "is, and 16 bits or more",
         )
-    problems = [f"{key} = {given[key]!r:.60}" for key, values in _ACCEPTED.items() if given.get(key) not in values]
-    problems += [f"{key} = {given[key]!r:.60}" for key in given if key not in _KNOWN]
-    block = given.get("weight_block_size")
+    problems = [f"{key} = {section[key]!r:.60}" for key, values in _ACCEPTED.items() if section.get(key) not in values]
+    problems += [f"{key} = {section[key]!r:.60}" for key in section if key not in _KNOWN]
+    block = section.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
         problems.append(f"weight_block_size = {block!r:.60}, not two sizes: a scale for a whole tensor is not covered")
-    lists = {key: given[key] for key in _LISTS if given.get(key) is not None}
+    lists = {key: section[key] for key in _LISTS if section.get(key) is not None}
     for key, names in lists.items():
         problems += name_list_problem(key, names)
     if len(lists) == 2 and lists[_LISTS[0]] != lists[_LISTS[1]]:
@@ -127,7 +127,7 @@ def read_quantization(config: Mapping[str, Any]) -> Scheme | None:
         )
     assert isinstance(block, list)
     stays: list[str] = next(iter(lists.values()), [])
-    return Fp8Scheme((block[0], block[1]), given.get("scale_fmt") == "ue8m0", tuple(stays))
+    return Fp8Scheme((block[0], block[1]), section.get("scale_fmt") == "ue8m0", tuple(stays))
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:

@@ -54,9 +54,9 @@ def find_quantized(
     `is_own`: the scheme is in the checkpoint's own folder, so that a checkpoint without any such weight is an error.
     """
     if isinstance(scheme, Mxfp4Scheme):
-        found = find_mxfp4(tensors, scheme, dtype=dtype, is_own=is_own)
+        mxfp4 = find_mxfp4(tensors, scheme, dtype=dtype, is_own=is_own)
         return (
-            None if found is None else QuantizedTensors(scheme, dtype, found.expressions, found.scales, found.problems)
+            None if mxfp4 is None else QuantizedTensors(scheme, dtype, mxfp4.expressions, mxfp4.scales, mxfp4.problems)
         )
     return _find_fp8(tensors, scheme, dtype=dtype, is_own=is_own)
 
@@ -66,12 +66,12 @@ def _find_fp8(
 ) -> QuantizedTensors | None:
     codes = {name: info for name, info in tensors.items() if info.dtype.startswith("float8")}
     scales = {name: name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
-    beside = {its: name for name in codes if (its := _beside(name)) in tensors}
+    beside = {scales_name: name for name in codes if (scales_name := _beside(name)) in tensors}
     if beside:  # names of DeepSeek's code
         weights = {_beside(name): name for name in tensors if name.endswith(".weight")}
-        beside |= {its: weights[its] for its in tensors if its in weights}
-    its_of = {name: _beside(name) if beside and not scales else name + SCALE for name in codes}
-    its_of |= {name: its for its, name in beside.items()}
+        beside |= {scales_name: weights[scales_name] for scales_name in tensors if scales_name in weights}
+    scales_of = {name: _beside(name) if beside and not scales else name + SCALE for name in codes}
+    scales_of |= {name: scales_name for scales_name, name in beside.items()}
     scales |= beside
     if not codes and not scales:
         if not is_own:
@@ -84,13 +84,13 @@ def _find_fp8(
             problems[name] = f"scales      {name}  there is no {weight}"
         elif weight not in codes:
             problems[name] = f"scales      {name}  {weight} is {tensors[weight].dtype}, which needs none"
-        elif its_of[weight] != name:
-            problems[name] = f"scales      {name}  {weight} has {its_of[weight]}, too"
+        elif scales_of[weight] != name:
+            problems[name] = f"scales      {name}  {weight} has {scales_of[weight]}, too"
     expressions = {}
     for name, info in codes.items():
-        its = its_of[name]
-        problems |= _problems(name, info, its, tensors.get(its), scheme)
-        expressions[name] = Fp8Blocks(Source(name), Source(its), scheme.block, dtype)
+        scales_name = scales_of[name]
+        problems |= _problems(name, info, scales_name, tensors.get(scales_name), scheme)
+        expressions[name] = Fp8Blocks(Source(name), Source(scales_name), scheme.block, dtype)
     return QuantizedTensors(scheme, dtype, expressions, scales, problems)
 
 
@@ -99,8 +99,10 @@ def _beside(name: str) -> str:
     return name.removesuffix(".weight") + BESIDE if name.endswith(".weight") else name + SCALE
 
 
-def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, scheme: Fp8Scheme) -> dict[str, str]:
-    """What is wrong with a float8 tensor and its scales, whose name is `its`, by tensor."""
+def _problems(
+    name: str, info: TensorInfo, scales_name: str, scales: TensorInfo | None, scheme: Fp8Scheme
+) -> dict[str, str]:
+    """Problems of a float8 tensor and its scales, whose name is `scales_name`: tensor → problem."""
     if info.dtype != CODES:
         return {name: f"dtype       {name}  is {info.dtype}, should be {CODES}"}
     if len(info.shape) != 2:
@@ -110,10 +112,12 @@ def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, 
         problems[name] = f"config      {name}  is float8, and {KEY} lists its module as not quantized"
     shape = tuple(num_blocks(size, block) for size, block in zip(info.shape, scheme.block, strict=True))
     if scales is None:
-        problems[its] = f"missing     {its}  {list(shape)}: {name} is float8"
+        problems[scales_name] = f"missing     {scales_name}  {list(shape)}: {name} is float8"
     elif scales.shape != shape:
-        of = f"{list(info.shape)} in blocks of {scheme.block[0]} × {scheme.block[1]}"
-        problems[its] = f"shape       {its}  is {list(scales.shape)}, should be {list(shape)} for {of}"
+        described = f"{list(info.shape)} in blocks of {scheme.block[0]} × {scheme.block[1]}"
+        problems[scales_name] = (
+            f"shape       {scales_name}  is {list(scales.shape)}, should be {list(shape)} for {described}"
+        )
     elif scales.dtype not in SCALE_DTYPES:
-        problems[its] = f"dtype       {its}  is {scales.dtype}, should be {' or '.join(SCALE_DTYPES)}"
+        problems[scales_name] = f"dtype       {scales_name}  is {scales.dtype}, should be {' or '.join(SCALE_DTYPES)}"
     return problems

@@ -72,7 +72,7 @@ class BlocksSource:
 
     @property
     def format(self) -> str | None:
-        """Of its blocks: that of the first weight that has some."""
+        """The format of the blocks: that of the first weight that has some."""
         return next((stored.format for stored in self.blocks.values()), None)
 
 
@@ -84,8 +84,15 @@ def _stored_blocks(expression: Expression) -> StoredBlocks | None:
         case Mxfp4Blocks(codes, scales):
             return StoredBlocks(codes, scales, (1, BLOCK), MXFP4)
         case Stack(parts):
-            found = [stored for part in parts if (stored := _stored_blocks(part))]
-            if found and len(found) == len(parts) and len({(each.format, each.block) for each in found}) == 1:
-                of_codes, of_scales = tuple(each.codes for each in found), tuple(each.scales for each in found)
-                return StoredBlocks(Stack(of_codes), Stack(of_scales), found[0].block, found[0].format)
+            stored_parts = [stored for part in parts if (stored := _stored_blocks(part))]
+            if (
+                stored_parts
+                and len(stored_parts) == len(parts)
+                and len({(each.format, each.block) for each in stored_parts}) == 1
+            ):
+                of_codes, of_scales = (
+                    tuple(each.codes for each in stored_parts),
+                    tuple(each.scales for each in stored_parts),
+                )
+                return StoredBlocks(Stack(of_codes), Stack(of_scales), stored_parts[0].block, stored_parts[0].format)
     return None

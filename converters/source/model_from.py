@@ -36,56 +36,68 @@ def find_model_info(
     `weights`: the part of `catalog` that is the model. Raises ConfigError, listing both values, if `model_from`
     contradicts the checkpoint, and CheckpointError if neither describes the model.
     """
-    own_file = find_model_file(catalog.root)
+    model_file = find_model_file(catalog.root)
     if model_from is None:
-        return otherwise if otherwise and not own_file else read_model_info(catalog.root, weights)
-    place = Path(model_from)
-    require_exists(place)
-    if own_file is None:
-        given = _without_documents(read_model_info(place, weights), place)
+        return otherwise if otherwise and not model_file else read_model_info(catalog.root, weights)
+    folder = Path(model_from)
+    require_exists(folder)
+    if model_file is None:
+        supplied = _without_documents(read_model_info(folder, weights), folder)
         assets: dict[str, Path] = {}
         if catalog.container != "torch":  # a torch file may be in any folder, among other files
             assets = find_assets(catalog.root)
             refuse_links_out(catalog.root, assets.values())
-        own = replace(given, assets=assets | find_documents(catalog.root), token_ids={}, stated_dtype="")
-        return _complete(own, given, catalog.root, place)
+        info = replace(supplied, assets=assets | find_documents(catalog.root), token_ids={}, stated_dtype="")
+        return _complete(info, supplied, catalog.root, folder)
     way_out = (
-        f"--model-from adds only what the checkpoint does not state; correct or remove {own_file} if that is wrong, "
+        f"--model-from adds only what the checkpoint does not state; correct or remove {model_file} if that is wrong, "
         "else leave --model-from out"
     )
     try:
-        own = read_model_info(catalog.root, weights)
+        info = read_model_info(catalog.root, weights)
     except (CheckpointError, UnsupportedError) as error:
         hint = "\n".join(filter(None, (error.hint, way_out)))
         raise type(error)(error.message, hint=hint, tries=error.tries) from error
-    given_file = find_model_file(place)
-    if given_file is None:
-        given = ModelInfo(own.family, own.args, _only_assets(place))
+    folder_file = find_model_file(folder)
+    if folder_file is None:
+        supplied = ModelInfo(info.family, info.args, _only_assets(folder))
     else:
-        given = _without_documents(read_model_info(place, weights), place)
-    if own_file.name == META_PARAMS and "max_seq_len" not in read_json(own_file):  # chosen by its readers
-        own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
-    own_fields = _fields(own, is_whole=has_all_fields(own_file))
-    given_fields = _fields(given, is_whole=given_file is not None and has_all_fields(given_file))
-    ours = {"family": model_type(own), **defining_numbers(own.args), **own_fields, **_sure_ids(own)}
-    theirs = {"family": model_type(given), **computed_numbers(given.args), **given_fields, **_sure_ids(given)}
+        supplied = _without_documents(read_model_info(folder, weights), folder)
+    if model_file.name == META_PARAMS and "max_seq_len" not in read_json(model_file):  # chosen by its readers
+        info = replace(info, args=replace(info.args, max_seq_len=supplied.args.max_seq_len))
+    info_fields = _fields(info, is_whole=has_all_fields(model_file))
+    supplied_fields = _fields(supplied, is_whole=folder_file is not None and has_all_fields(folder_file))
+    values = {
+        "family": model_type(info),
+        **defining_numbers(info.args),
+        **info_fields,
+        **_sure_ids(info),
+    }
+    supplied_values = {
+        "family": model_type(supplied),
+        **computed_numbers(supplied.args),
+        **supplied_fields,
+        **_sure_ids(supplied),
+    }
     problems = [
-        f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
-        for key, value in ours.items()
-        if key in theirs and value != theirs[key] and repr(value) != repr(theirs[key])  # NaN is not equal to itself
+        f"{printable(key)}: {value!r:.200} in the checkpoint, {supplied_values[key]!r:.200} in --model-from"
+        for key, value in values.items()
+        if key in supplied_values
+        and value != supplied_values[key]
+        and repr(value) != repr(supplied_values[key])  # NaN is not equal to itself
     ]
-    problems += _other_tokenizer(own.assets, given.assets)
+    problems += _other_tokenizer(info.assets, supplied.assets)
     if problems:
         raise ConfigError(
-            f"--model-from {place} contradicts {catalog.root}:" + list_offenders(problems),
+            f"--model-from {folder} contradicts {catalog.root}:" + list_offenders(problems),
             hint=way_out,
             tries=[f"titan verify {catalog.root} --accept, after a change"]
             if (catalog.root / MANIFEST).exists()
             else [],
         )
-    if not has_all_fields(own_file) and not own.untranslated:
-        own = replace(own, untranslated=given.untranslated)
-    return _complete(own, given, catalog.root, place)
+    if not has_all_fields(model_file) and not info.untranslated:
+        info = replace(info, untranslated=supplied.untranslated)
+    return _complete(info, supplied, catalog.root, folder)
 
 
 def has_all_fields(file: Path) -> bool:

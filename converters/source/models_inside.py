@@ -85,7 +85,7 @@ def is_of(name: str, place: str, others: Iterable[str]) -> bool:
 
 
 def find_owners(optimizer: str, models: Sequence[str]) -> list[str]:
-    """Which of several models the optimizer at a place may be of: all that nothing excludes.
+    """The models, of several, that the optimizer at a place may belong to: all that nothing excludes.
 
     It is that of the models whose name is in its keys (`optimizers.actor`, `optimizer_actor`), else of those in the
     innermost dict around it that has any; and of those, of the ones that are trained by their names, if there are any.
@@ -157,7 +157,7 @@ def _find_places(catalog: Catalog) -> list[str]:
 
 
 def _place_of(name: str, known: "_KnownNames") -> tuple[str, bool] | None:
-    """What is in front of a model's own name for a tensor; whether it is an embedding or output. None: neither kind."""
+    """The prefix of a model's own name for a tensor; whether it is an embedding or output. None: neither kind."""
     parts = name.split(".")
     for depth, part in enumerate(parts):
         rest = ".".join(parts[depth:])

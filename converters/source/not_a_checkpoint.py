@@ -38,10 +38,10 @@ def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[s
     if torch_files:
         return _of_several(path, torch_files)
     if inside := _checkpoints_inside(path):
-        tries = [f"{place}{'' if describes_model(place) else _model_from(place, path)}" for place in inside]
+        tries = [f"{folder}{'' if describes_model(folder) else _model_from(folder, path)}" for folder in inside]
         return CheckpointError(f"{path}: not a checkpoint, but holds some", tries=tries[-3:])
-    if adapters := [found for found in path.glob("*/adapter_model.*") if ADAPTER.fullmatch(found.name)]:
-        newest = max((found.parent for found in adapters), key=_numbers)
+    if adapters := [adapter for adapter in path.glob("*/adapter_model.*") if ADAPTER.fullmatch(adapter.name)]:
+        newest = max((adapter.parent for adapter in adapters), key=_numbers)
         return adapter_alone(newest, called=f"{path}: a run of PEFT, whose checkpoints are LoRA adapters, not models")
     if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:
         kinds = ", ".join(sorted({FOREIGN[Path(name).suffix] for name in foreign}))
@@ -55,7 +55,7 @@ def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[s
 
 
 def _of_several(path: Path, torch_files: Sequence[str]) -> TitanError:
-    """Of several torch files without an index none is the checkpoint; those that open are suggested."""
+    """The error for several torch files without an index: none is the checkpoint; those that open are suggested."""
     opened: list[str] = []
     problems: list[TitanError] = []
     for name in torch_files:

@@ -156,12 +156,12 @@ def native_weights(
         )
     family = get_family(info.family)
     naming = naming_of(catalog, family, info.args)
-    found = num_mtp_layers(weights.tensors, family, naming, info.args)
-    if found and not keep_mtp:
-        naming = without_mtp(family, naming, info.args, found)
+    num_mtp = num_mtp_layers(weights.tensors, family, naming, info.args)
+    if num_mtp and not keep_mtp:
+        naming = without_mtp(family, naming, info.args, num_mtp)
     if keep_mtp and not allow_missing:
-        require_stated(found, info.stated_mtp_layers, where=str(catalog.place))
-    info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
+        require_stated(num_mtp, info.stated_mtp_layers, where=str(catalog.place))
+    info = replace(info, args=with_mtp(info.args, num_mtp if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:
         if reads_copies:
@@ -182,7 +182,7 @@ def native_weights(
         extras = tuple(name for name in view.tensors if name not in parameters)
         if not extras:
             info = without_outer(info, family)
-        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found, extras)
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, num_mtp, extras)
     except BaseException:
         reader.__exit__(None, None, None)
         raise

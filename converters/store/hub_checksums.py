@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a download recorded about a file. `etag` has one of the two forms that can be computed."""
+    """The record of a download about a file. `etag` has one of the two forms that can be computed."""
 
     commit: str
     etag: str
@@ -108,7 +108,7 @@ def fetch_again(path: Path) -> dict[str, Any]:
 
 
 def default_cache() -> Path:
-    """Where the hub's client has its cache (huggingface_hub.constants), resolved."""
+    """The cache folder of the hub's client (huggingface_hub.constants), resolved."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub"))
     return Path(os.path.realpath(cache.expanduser()))

@@ -93,7 +93,7 @@ def _ordinary(content: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _other_vocabulary(found: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    """How the vocabulary of a tokenizer.json differs from that of a tokenizer.model; "" if it does not."""
+    """The difference of a tokenizer.json's vocabulary from that of a tokenizer.model; "" if there is none."""
     if found == expected:
         return ""
     odd = sorted(text for text in found.keys() | expected.keys() if found.get(text) != expected.get(text))

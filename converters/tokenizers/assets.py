@@ -138,7 +138,7 @@ def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
-    """Those below `vocab_size`; none if the tokenizer is of a kind that is not read."""
+    """The token ids that the tokenizer names, below `vocab_size`; none for a kind that is not read."""
     from converters.tokenizers.reader import is_metas, read_folder_tokenizer, vocabulary_file
 
     model = assets.get(TIKTOKEN_MODEL)
@@ -239,7 +239,7 @@ def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_
 
 
 def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of_meta: bool = False) -> str:
-    """What the readers of format `to` cannot use of the tokenizer that is copied; "" if nothing.
+    """A remark on what the readers of format `to` cannot use of the tokenizer that is copied; "" if there is nothing.
 
     `of_meta`: the source is a Meta release, whose readers open the tokenizer.model.
     """

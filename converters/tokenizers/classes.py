@@ -1,4 +1,4 @@
-"""Which of transformers' tokenizer classes reads a folder, and what the classes make of a vocabulary.
+"""Tokenizer classes of transformers: the one that reads a folder, and what they make of a vocabulary.
 
 A generic class takes tokenizer.json as it is. The others take vocabulary, merges and post-processor of it, and split
 and normalize text by code of their own: these are the ones of language models, as of transformers 5.23.

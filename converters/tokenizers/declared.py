@@ -1,4 +1,4 @@
-"""What a folder declares about its tokenizer: tokens and settings, with the precedence of transformers.
+"""Tokens and settings that a folder declares for its tokenizer, with the precedence of transformers.
 
 A token can be declared in tokenizer_config.json (by its role, in `added_tokens_decoder`, in a list of additional
 tokens, or under a name of the model's own), special_tokens_map.json, added_tokens.json and tokenizer.json.
@@ -49,8 +49,10 @@ def _read_declared(assets: Mapping[str, Path], described: Iterable[Any] | None) 
         settings.pop("add_eos_token", None)
     if _ADDITIONAL in settings and not settings.get(_EXTRA):
         settings[_EXTRA] = settings.pop(_ADDITIONAL)
-    own = [key for key in settings if key.endswith("_token") and key not in ROLES and isinstance(settings[key], str)]
-    named = {key: settings.pop(key) for key in own}
+    own_keys = [
+        key for key in settings if key.endswith("_token") and key not in ROLES and isinstance(settings[key], str)
+    ]
+    named = {key: settings.pop(key) for key in own_keys}
     if isinstance(settings.get(_EXTRA), dict):
         named |= settings.pop(_EXTRA)
     of_model = settings.pop(_OF_MODEL, None)

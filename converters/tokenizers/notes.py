@@ -12,7 +12,7 @@ _MOST = 8  # that are named
 
 
 def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
-    """What may be unexpected of a tokenizer.json; empty for another kind. Raises as read_folder_tokenizer."""
+    """Notes on what may be unexpected of a tokenizer.json; empty for another kind. Raises as read_folder_tokenizer."""
     from converters.tokenizers.reader import read_folder_tokenizer
 
     if TOKENIZER_JSON not in assets:

@@ -203,7 +203,7 @@ def _class_of(assets: Mapping[str, Path], path: Path) -> str:
 
 
 def _model_config(folder: Path) -> Mapping[str, Any]:
-    """What config.json beside a tokenizer says of its class; a checkpoint of titan says it in titan_model.json."""
+    """The config.json beside a tokenizer, for its class; a checkpoint of titan says it in titan_model.json."""
     if (folder / HF_CONFIG).is_file():
         return read_json(folder / HF_CONFIG)
     if (place := next((place for place in (folder, folder.parent) if (place / MODEL_INFO).is_file()), None)) is None:
@@ -324,7 +324,7 @@ def _template(begin: list[tuple[str, int]], end: list[tuple[str, int]]) -> proce
 def _of_sentencepiece(
     model: SentencePiece, cls: TokenizerClass | None, declared: Declared, settings: dict[str, Any], *, with_merges: bool
 ) -> Tokenizer:
-    """As transformers' SentencePieceExtractor; control tokens and user-defined ones are added."""
+    """Convert as SentencePieceExtractor of transformers; control tokens and user-defined ones are added."""
     is_bpe = cls is not None or model.model_type == BPE_TYPE
     vocab = {text: id for id, (text, _, _) in enumerate(model.pieces)}
     merges = _all_splits(vocab) if is_bpe and with_merges else []
@@ -360,7 +360,7 @@ def _of_sentencepiece(
 
 
 def _of_tiktoken(path: Path, declared: Declared, *, with_merges: bool) -> Tokenizer:
-    """As transformers' TikTokenConverter: Llama 3's pattern, and special tokens from tokenizer_config.json alone."""
+    """Convert as TikTokenConverter of transformers: Llama 3's pattern; special tokens from tokenizer_config.json."""
     ranks = read_ranks(path)
     extra = [str(token) for token in declared.settings.get("extra_special_tokens") or []]
     last = max(declared.added, default=-1)

@@ -60,7 +60,7 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
 
 
 def split_differences(content: Mapping[str, Any]) -> list[str]:
-    """How splitting of text before merging differs from Llama 3's; or 4's, which is known by its number of tokens."""
+    """Differences from how Llama 3 splits text before merging; or 4, which is recognised by its number of tokens."""
     model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
     if model["type"] != "BPE":
         return [f"its model is {model['type']}, not BPE"]
@@ -103,7 +103,7 @@ def special_token_differences(added: Sequence[Mapping[str, Any]], num_ranks: int
 
 
 def merge_differences(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
-    """How merging by the listed pairs differs from merging by rank.
+    """Differences between merging by the listed pairs and merging by rank.
 
     tiktoken merges the neighbors whose token has the lowest rank. Two neighbors that span a token were formed as if it
     stood alone, because nothing outside was merged with them: so a token has only one last pair. The lists agree if

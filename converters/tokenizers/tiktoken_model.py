@@ -76,7 +76,7 @@ RELEASED_VOCAB = {_NUM_RELEASED_RANKS: 128256, _LLAMA4_RANKS: 202048}  # by numb
 
 
 def pattern_of(num_ranks: int) -> str:
-    """How the code of the release with so many ranks splits text; Llama 3's for others."""
+    """The pattern by which the code of the release with so many ranks splits text; Llama 3's for others."""
     return LLAMA4_PATTERN if is_llama4(num_ranks) else LLAMA3_PATTERN
 
 

@@ -95,7 +95,7 @@ def load_tokenizer(folder: Path | str, *, num_rows: int | None = None) -> Tokeni
 
 
 def document_ends(assets: Mapping[str, Path]) -> DocumentEnds:
-    """What documents begin and end with. Without the merges of a tokenizer, so that every rank can ask."""
+    """The tokens that documents begin and end with. Reads no merges, so that every rank can call it."""
     from converters.tokenizers.reader import is_metas, read_folder_tokenizer
 
     if is_metas(assets) and not looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
@@ -111,7 +111,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def tokenizer_note(folder: Path | str) -> str:
-    """Which of two tokenizers that give other ids is read; "" if there is one, or they agree."""
+    """A note on which of two tokenizers that give other ids is read; "" if there is one, or they agree."""
     if problem := disagreement(find_assets(Path(folder))):
         return (
             f"{folder}: {TOKENIZER_JSON} and {TIKTOKEN_MODEL} give other ids ({problem}); {TOKENIZER_JSON} is read, "
@@ -289,11 +289,11 @@ def _special_names(tokenizer: "tokenizers.Tokenizer") -> frozenset[str] | None:
 
 
 def _byte_values(tokenizer: "tokenizers.Tokenizer") -> dict[int, int]:
-    """Those of a tokenizer whose decoder has ByteFallback, as Llama 2's."""
-    found = {tokenizer.token_to_id(f"<0x{value:02X}>"): value for value in range(256)}
-    ids = {id: value for id, value in found.items() if id is not None}
+    """The byte tokens of a tokenizer whose decoder has ByteFallback, as Llama 2's: id → value."""
+    byte_tokens = {tokenizer.token_to_id(f"<0x{value:02X}>"): value for value in range(256)}
+    ids = {id: value for id, value in byte_tokens.items() if id is not None}
     letter = tokenizer.token_to_id("<0x41>")
-    return ids if None not in found and letter is not None and tokenizer.decode([letter]) == "A" else {}
+    return ids if None not in byte_tokens and letter is not None and tokenizer.decode([letter]) == "A" else {}
 
 
 def _framed(ends: DocumentEnds, ids: list[int], *, bos: bool, eos: bool) -> list[int]:

@@ -58,7 +58,7 @@ def _relative_error(old: np.ndarray, new: np.ndarray) -> float:
 
 
 def count_non_finite(array: np.ndarray, dtype: str) -> int:
-    """How many elements are infinite or NaN; 0 for types that have neither."""
+    """Number of infinite and NaN elements; 0 for types that have neither."""
     if dtype not in _NON_FINITE or array.size == 0:
         return 0
     mask, first = _NON_FINITE[dtype]

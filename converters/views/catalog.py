@@ -100,7 +100,7 @@ class Catalog:
 
     @property
     def notes(self) -> list[str]:
-        """What a user of the checkpoint should know about how it was opened."""
+        """Notes for a user of the checkpoint on how it was opened."""
         removed = [f"names: removed the prefix `{text}` ({number:,} tensors)" for text, number in self.prefixes.items()]
         if self.selected is not None:
             others = ", ".join(place or "." for place in self.other_models)

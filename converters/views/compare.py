@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 20  # elements that are widened at a time: their float64 values 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far two tensors of one shape are apart. `num_different` is 0 if only bits or dtypes differ."""
+    """The deviation of two tensors of one shape. `num_different` is 0 if only bits or dtypes differ."""
 
     num_different: int
     first: tuple[int, ...] | None  # index of the first element that differs
@@ -48,7 +48,7 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
 
 
 def first_difference(source: TensorSource, one: str, other: str) -> str:
-    """Where two tensors do not hold the same bits; "" if they do. Reads them in blocks."""
+    """The first place where two tensors differ in their bits; "" if there is none. Reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
@@ -58,7 +58,7 @@ def first_difference(source: TensorSource, one: str, other: str) -> str:
 
 
 def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Deviation | None:
-    """How far two tensors of one shape differ; None if dtype and all bits agree. NaN equals NaN here."""
+    """The deviation of two tensors of one shape; None if dtype and all bits agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]
     sums = _ErrorSums()
     equal_boxes: list[Box] = []  # their norm is needed only if a later block differs

@@ -47,7 +47,7 @@ class Encoder(Protocol):
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """Number of rows of one block."""
         ...
 
     @property
@@ -58,5 +58,5 @@ class Encoder(Protocol):
     def encode(self, box: Box, values: np.ndarray[Any, Any]) -> Encoded: ...
 
     def values_of(self, encoded: Encoded, box: Box) -> np.ndarray[Any, Any]:
-        """What a reader gets."""
+        """The values that a reader gets."""
         ...

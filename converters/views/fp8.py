@@ -87,7 +87,7 @@ def scales_of(amax: _Array, *, power_of_two: bool) -> _Array:
 
 
 def saturated(amax: _Array, scales: _Array) -> _Array:
-    """Which blocks hold values that their scale cannot represent: codes would be clipped."""
+    """A flag for each block: whether it has values that its scale cannot represent, so that codes are clipped."""
     return (amax > 0) & (amax.astype(np.float64) >= _SATURATES * scales.astype(np.float64))
 
 

@@ -86,16 +86,16 @@ def check(
     loaded = load_config(config, context.args)
     job = resolve_job(loaded, world_size)
     dims, checked = job.dims, check_run(job, find_device(), has_all_files=False)
-    of_ranks = state_bytes(job, range(dims.world_size))
+    bytes_by_rank = state_bytes(job, range(dims.world_size))
     not_here = [error.message for error in (checked.too_large, *checked.not_here) if error]
     if as_json:
-        found = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
+        report = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
         memory = {
-            "least_bytes_of_rank": max(of_ranks),
-            "least_bytes": sum(of_ranks),
+            "least_bytes_of_rank": max(bytes_by_rank),
+            "least_bytes": sum(bytes_by_rank),
             "fits_here": checked.too_large is None,
         }
-        print_json(found | {"not_checked": checked.open_points, "memory": memory, "not_here": not_here})
+        print_json(report | {"not_checked": checked.open_points, "memory": memory, "not_here": not_here})
         return
     but = ", but not on this machine alone" if not_here else ""
     print(f"{config}: fine on {count(dims.world_size, 'rank')} ({dims}){but}")
@@ -135,32 +135,32 @@ def upgrade(
 
     if (new is not None) + in_place + check_only > 1:
         raise ConfigError("one of NEW.toml, --in-place and --check")
-    found = upgrade(old)
-    if found.problems:
+    result = upgrade(old)
+    if result.problems:
         raise ConfigError(
-            f"{old} was not upgraded; these have no translation:" + list_offenders(found.problems, most=50),
+            f"{old} was not upgraded; these have no translation:" + list_offenders(result.problems, most=50),
             hint="change or remove them, then upgrade again",
         )
     out = old if in_place else new
-    if out == old and not found.changes:
+    if out == old and not result.changes:
         out = None
     if out is not None:
-        write_upgraded(found, out, replace=in_place)
+        write_upgraded(result, out, replace=in_place)
     if as_json:
-        report = {"changes": found.changes, "notes": found.notes, "refused_by_titan": found.refused}
-        print_json(report | ({"written": None, "text": found.text} if out is None else {"written": str(out)}))
+        report = {"changes": result.changes, "notes": result.notes, "refused_by_titan": result.refused}
+        print_json(report | ({"written": None, "text": result.text} if out is None else {"written": str(out)}))
     else:
-        for line in found.changes or [f"{old}: nothing to change"]:
+        for line in result.changes or [f"{old}: nothing to change"]:
             note(line)
-        for line in found.notes:
+        for line in result.notes:
             note(f"note: {line}")
-        for line in found.refused:
+        for line in result.refused:
             note(f"titan train will refuse: {line}")
         if out is not None:
             print(f"wrote {out}; try: titan config check {out}")
         elif not check_only and not in_place:
-            print(found.text, end="")
-    if check_only and found.changes:
+            print(result.text, end="")
+    if check_only and result.changes:
         raise typer.Exit(1)
 
 

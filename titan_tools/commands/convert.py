@@ -184,11 +184,13 @@ def _register(
         else:
             print_conversion(report)
 
-    made: Callable[..., None] = command
-    made.__doc__ = f"{help.text}\n\n\b\nExamples:\n" + "".join(f"  titan convert {line}\n" for line in help.examples)
-    made.__annotations__ = {p.name: p.annotation for p in parameters}
-    made.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, short_help=help.short)(made)
+    registered: Callable[..., None] = command
+    registered.__doc__ = f"{help.text}\n\n\b\nExamples:\n" + "".join(
+        f"  titan convert {line}\n" for line in help.examples
+    )
+    registered.__annotations__ = {p.name: p.annotation for p in parameters}
+    registered.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name, short_help=help.short)(registered)
 
 
 _DCP = FORMATS["dcp"]

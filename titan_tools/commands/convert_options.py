@@ -106,7 +106,7 @@ NoDigest = Annotated[
 
 
 class Layers(StrEnum):
-    """What becomes of layers for multi-token prediction."""
+    """The treatment of layers for multi-token prediction."""
 
     drop = "drop"
     keep = "keep"
@@ -130,7 +130,7 @@ KeepExtra = Annotated[
 
 
 class Trainer(StrEnum):
-    """What trained a checkpoint of torchtitan's layout."""
+    """The trainer that wrote a checkpoint of torchtitan's layout."""
 
     titan = "titan"
     torchtitan = "torchtitan-0.2.2"

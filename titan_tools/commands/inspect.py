@@ -45,8 +45,8 @@ def inspect(
     """
     from titan_tools.pages.run_folder import is_run_folder
 
-    given = [checkpoint, *(runs or [])]
-    folders = list(dict.fromkeys(path.parent if path.name == METRICS_FILE else path for path in given))
+    paths = [checkpoint, *(runs or [])]
+    folders = list(dict.fromkeys(path.parent if path.name == METRICS_FILE else path for path in paths))
     if plot or loss_curve:
         _draw(folders, plot, loss_curve)
     elif len(folders) > 1:
@@ -64,11 +64,11 @@ def inspect(
     from titan_tools.pages.inspect import print_page
     from titan_tools.terminal.console import print_json
 
-    found = inspect_checkpoint(checkpoint, fold=not every, select=select, model_from=model_from)
+    inspection = inspect_checkpoint(checkpoint, fold=not every, select=select, model_from=model_from)
     if as_json:
-        print_json(found.to_json())
+        print_json(inspection.to_json())
         return
-    print_page(found, summarize_values(found.values), every=every)
+    print_page(inspection, summarize_values(inspection.values), every=every)
 
 
 def _draw(runs: Sequence[Path], plot: Path | None, loss_curve: Path | None) -> None:

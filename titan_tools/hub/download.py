@@ -43,7 +43,7 @@ ASSETS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FileSelection:
-    """Which files to download: `include` and `assets` replace the default selection, `exclude` is applied last."""
+    """The files to download: `include` and `assets` replace the default selection, `exclude` is applied last."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -135,23 +135,23 @@ def download(
     if dst is not None:
         check_folder(dst)
     with hub_errors(repository, revision, token=token):
-        found = HfApi(endpoint=constants.ENDPOINT, token=token).model_info(repository, revision=revision)
-        if found.sha is None:
+        info = HfApi(endpoint=constants.ENDPOINT, token=token).model_info(repository, revision=revision)
+        if info.sha is None:
             raise CheckpointError(f"{repository}: the hub returned no commit", hint="check HF_ENDPOINT")
-        names = _selected(repository, [f.rfilename for f in found.siblings or ()], selection)
-        urls = {n: hf_hub_url(repository, n, revision=found.sha, endpoint=constants.ENDPOINT) for n in names}
+        names = _selected(repository, [f.rfilename for f in info.siblings or ()], selection)
+        urls = {n: hf_hub_url(repository, n, revision=info.sha, endpoint=constants.ENDPOINT) for n in names}
         with ThreadPoolExecutor(workers) as pool:
             listed = tuple(pool.map(lambda name: _look_up(name, urls[name], token), names))
-        target: DownloadTarget = HubCache(repository, revision, found.sha, token)
+        target: DownloadTarget = HubCache(repository, revision, info.sha, token)
         if dst is not None:
-            target = folder_target = PlainFolder(dst, repository, found.sha, token)
+            target = folder_target = PlainFolder(dst, repository, info.sha, token)
             folder_target.require_same_commit(listed)
         present = compare(listed, target, workers=workers, progress=progress)
         num_missing = sum(f.num_bytes - f.num_bytes_here for f in present.missing)
         if not dry_run:
             require_space(target.path, num_missing)
-            for place in (place for places in present.damaged.values() for place in places):
-                target.discard(place)
+            for path in (path for places in present.damaged.values() for path in places):
+                target.discard(path)
             by_http = [f for f in present.missing if f.num_bytes <= MAX_HTTP_BYTES]
             with progress(num_missing, "downloading") as advance:
                 _fetch_all(by_http, urls, target, token, workers, advance)
@@ -159,7 +159,7 @@ def download(
     return DownloadReport(
         repository,
         revision,
-        found.sha,
+        info.sha,
         str(target.path),
         present.files,
         num_bytes=sum(f.num_bytes for f in present.files),

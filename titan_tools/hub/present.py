@@ -53,7 +53,7 @@ def _is_whole(place: Path, file: RemoteFile, advance: Callable[[int], None]) -> 
 
 @dataclass(frozen=True, slots=True)
 class EarlierDownload:
-    """What an earlier download has left; both collections are empty if there was none."""
+    """The files of an earlier download; both collections are empty if there was none."""
 
     folder: Path
     recorded: Mapping[str, Recorded]  # its files with their checksums

@@ -37,7 +37,7 @@ class DownloadTarget(Protocol):
     path: Path  # the finished checkpoint folder
 
     def places(self, name: str, etag: str) -> list[Path]:
-        """Where earlier downloads have put the file, which may be damaged, or links to nowhere."""
+        """The paths at which earlier downloads have put the file, which may be damaged, or links to nowhere."""
 
     def discard(self, place: Path) -> None:
         """Take a damaged file away, so that no command reads it."""

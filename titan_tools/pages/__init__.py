@@ -1,1 +1,1 @@
-"""What commands print and draw: conversions, differences, inspections, dry runs, curves of runs."""
+"""Pages that commands print and draw: conversions, differences, inspections, dry runs, curves of runs."""

@@ -50,8 +50,8 @@ def print_conversion(report: ConvertReport) -> None:
     _print_reasons("zeros", report.made)
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")
-        kept = "; `titan reshard` keeps it" if report.source_format.startswith("dcp") else ""
-        _line("left out", f"{sections} ({entries}): only weights are converted{kept}")
+        advice = "; `titan reshard` keeps it" if report.source_format.startswith("dcp") else ""
+        _line("left out", f"{sections} ({entries}): only weights are converted{advice}")
     for name in report.missing:
         _line("missing", f"{name}: not in the source, nor in the output")
     for name in report.extra:
@@ -113,7 +113,7 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
 
 
 def _describe_scales(report: ConvertReport) -> str:
-    """How many scales of a quantized output were written, and how many differ from those of another copy."""
+    """The number of scales of a quantized output, and of those that differ from another copy's."""
     if report.moved_scales is None:
         known = f"; compared with those of {report.scales_of}" if report.scales_of else ", not compared with others"
         return f"{count(report.num_scales, 'scale')}{known}"

@@ -51,52 +51,52 @@ def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
     }
 
 
-def _print(job: Job, found: "DryRun") -> None:
-    dims, at, uses_experts = found.dims, found.coordinates, has_experts(job.family, job.args)
+def _print(job: Job, report: "DryRun") -> None:
+    dims, at, uses_experts = report.dims, report.coordinates, has_experts(job.family, job.args)
     active = f" ({job.num_active_parameters:,} active)" if uses_experts else ""
-    model = f"{job.config.model.name} {job.config.model.flavor}, {found.model_parameters:,} parameters{active}"
+    model = f"{job.config.model.name} {job.config.model.flavor}, {report.model_parameters:,} parameters{active}"
     print(f"{model}, on {count(dims.world_size, 'rank')}")
-    place = ", ".join(
+    position = ", ".join(
         f"{axis} {getattr(at, axis)} of {getattr(dims, axis)}" for axis in AXES if getattr(dims, axis) > 1
     )
     print(f"mesh          {dims}")
     if dims.ep > 1:
         print(f"experts       {dims.of_experts}; ep rank {at.ep}, etp rank {at.etp}")
-    print(f"rank {found.rank:<8} {place or 'the only one'}")
-    for stage, modules in found.stages.items():
-        print(f"stage         {stage} of {found.num_stages}: {', '.join(fold_texts(modules))}")
-    samples = f"{count(found.samples_per_step, 'sample')}, {found.tokens_per_step:,} tokens"
-    accumulated = f"; {found.num_accumulated} forward and backward passes" if found.num_accumulated > 1 else ""
-    microbatches = f"; {found.num_microbatches} microbatches each" if found.num_microbatches > 1 else ""
+    print(f"rank {report.rank:<8} {position or 'the only one'}")
+    for stage, modules in report.stages.items():
+        print(f"stage         {stage} of {report.num_stages}: {', '.join(fold_texts(modules))}")
+    samples = f"{count(report.samples_per_step, 'sample')}, {report.tokens_per_step:,} tokens"
+    accumulated = f"; {report.num_accumulated} forward and backward passes" if report.num_accumulated > 1 else ""
+    microbatches = f"; {report.num_microbatches} microbatches each" if report.num_microbatches > 1 else ""
     print(f"step          {samples}{accumulated}{microbatches}")
-    print(f"steps         {found.steps:,}, {found.steps * found.tokens_per_step:,} tokens")
+    print(f"steps         {report.steps:,}, {report.steps * report.tokens_per_step:,} tokens")
     if job.documents.mask != "none":
         print(f"documents     attention within each; mask: {job.documents.mask}, packing: {job.documents.packing}")
     print()
-    total = found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
+    total = report.parameter_bytes + report.gradient_bytes + report.optimizer_bytes
     table(
         ("on this rank", "size"),
         [
-            (f"parameters ({found.rank_parameters:,})", format_bytes(found.parameter_bytes)),
-            ("gradients", format_bytes(found.gradient_bytes)),
-            ("optimizer states", format_bytes(found.optimizer_bytes)),
+            (f"parameters ({report.rank_parameters:,})", format_bytes(report.parameter_bytes)),
+            ("gradients", format_bytes(report.gradient_bytes)),
+            ("optimizer states", format_bytes(report.optimizer_bytes)),
             ("together", format_bytes(total)),
         ],
     )
-    if found.communicators:
-        shared = [" = ".join(dict.fromkeys((name, *axes))) for name, axes in found.communicators.items()]
+    if report.communicators:
+        shared = [" = ".join(dict.fromkeys((name, *axes))) for name, axes in report.communicators.items()]
         print(f"\n{count(len(shared), 'communicator')}: {', '.join(shared)}")
     print("\nCollectives of one step, as this rank issues them")
     table(
         ("axis", "kind", "calls", "size"),
         [
             (axis, kind, traffic.calls, format_bytes(traffic.bytes))
-            for (axis, kind), traffic in found.collectives.items()
+            for (axis, kind), traffic in report.collectives.items()
         ],
     )
     note("sizes of collectives: the larger side, which is gathered output or scattered input")
     if dims.ep > 1:
         note("sizes of all-to-all: what this rank sends, to itself too, where tokens are spread evenly over experts")
-    for line in found.left_out:
+    for line in report.left_out:
         note(f"left out: {line}")
     note("activations are not counted: titan estimate-memory estimates the peak")

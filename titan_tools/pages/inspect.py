@@ -74,7 +74,7 @@ def _describe_model(found: Inspection) -> list[str]:
 
 
 def _quantization(of: Mapping[str, Any]) -> str:
-    """How weights are quantized, and what they take."""
+    """The quantization of the weights, and the bytes that they take."""
     rows, columns = of["weight_block_size"]
     kind = "power-of-two " if of["power_of_two_scales"] else ""
     dtypes = ", ".join(of["scale_dtypes"])

@@ -1,4 +1,4 @@
-"""What a run folder tells: the curves of its metrics, losses and checkpoints. Does not import torch."""
+"""Content of a run folder: the curves of its metrics, losses and checkpoints. Does not import torch."""
 
 import json
 from collections.abc import Iterator

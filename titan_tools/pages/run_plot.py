@@ -89,8 +89,10 @@ def plot_runs(runs: Sequence[Path], picture: Path, *, panels: Sequence[Panel] = 
     figure = Figure(figsize=size, dpi=120, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     names = _names(runs)
-    for place, panel in enumerate(drawn, start=1):
-        _draw(figure.add_subplot(num_rows, num_columns, place), panel, dict(zip(names, curves.values(), strict=True)))
+    for position, panel in enumerate(drawn, start=1):
+        _draw(
+            figure.add_subplot(num_rows, num_columns, position), panel, dict(zip(names, curves.values(), strict=True))
+        )
     if any(len(curve) > _MANY for of_run in curves.values() for curve in of_run.values()):
         text = f"lines: mean of 1/{_MEAN_OF} of the run; faint: each logged step"
         figure.text(0.995, 0.995, text, ha="right", va="top", fontsize=8.5, color=_FAINT)

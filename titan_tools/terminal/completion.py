@@ -1,4 +1,4 @@
-"""What the shell completes: models in the hub's cache, presets, config keys and their values, dtypes, GPU types.
+"""Words that the shell completes: models in the hub's cache, presets, config keys and their values, dtypes, GPU types.
 
 Imports neither torch nor the hub's client. An empty answer lets the shell complete files.
 """

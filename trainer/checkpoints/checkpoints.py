@@ -101,7 +101,7 @@ class Checkpoints:
         return None
 
     def candidates(self, initial: Path | None) -> list[Path]:
-        """What the run may go on from: its own steps, the newest first, else `initial` if it gives the whole state."""
+        """Checkpoints to resume from: the own steps, newest first, else `initial` if it gives the whole state."""
         settings = self._settings
 
         def find() -> list[Path]:
@@ -113,7 +113,7 @@ class Checkpoints:
         return on_first(self._group, find)
 
     def recorded(self, paths: Iterable[Path], *, seq_len: int) -> Recorded | None:
-        """What the first of these checkpoints records whose small files can be read. `seq_len`: that of the config."""
+        """The record of the first of these checkpoints whose small files can be read. `seq_len`: that of the config."""
         excluded = self._settings.exclude_from_loading
         return on_first(self._group, lambda: first_recorded(paths, excluded=excluded, seq_len=seq_len))
 

@@ -40,12 +40,12 @@ def refuse_misfits(
                 problems.add(f"{fqn}: {problem}")
         return set(wanted), problems
 
-    found = on_each(group, look)
-    asked_for = set().union(*(keys for keys, _ in found))
-    sections = {section_of(key) for key in asked_for}
-    unexpected = {k for k in tensors if k not in asked_for and section_of(k) in sections and section_of(k) != RNG}
+    by_rank = on_each(group, look)
+    wanted_keys = set().union(*(keys for keys, _ in by_rank))
+    sections = {section_of(key) for key in wanted_keys}
+    unexpected = {k for k in tensors if k not in wanted_keys and section_of(k) in sections and section_of(k) != RNG}
     problems = sorted(
-        set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in unexpected},
+        set().union(*(p for _, p in by_rank)) | {f"{k}: the model has no such tensor" for k in unexpected},
         key=lambda problem: (
             section_of(problem.partition(":")[0]) != "model",
             problem,

@@ -141,7 +141,7 @@ class PlainPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where an item went: what `.metadata` is made of."""
+    """The location of a written item, of which `.metadata` is made."""
 
     fqn: str
     file: str

@@ -89,8 +89,8 @@ def load_state(
     for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
         note(f"{path}: {text}")
     refuse_not_resumable(catalog, path, info=info, excluded=excluded)
-    found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
-    refuse_other_model(found, info, path)
+    saved_info = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
+    refuse_other_model(saved_info, info, path)
     wanted: dict[str, Any] = dict(state.model.state_dict())
     for section, values in state.sections().items():
         if section in excluded:
@@ -113,7 +113,7 @@ def load_state(
     for key, value in loaded.items():
         sections.setdefault(section_of(key), {})[key.partition(".")[2]] = value
     state.take(sections)
-    return found
+    return saved_info
 
 
 def load_weights(

@@ -43,7 +43,7 @@ class _Span(NamedTuple):
 
 @dataclass(slots=True)
 class _File:
-    """What a rank knows of a file: where chunks begin, and what surrounds the values of DCP items that it has opened.
+    """A file as a rank knows it: where chunks begin, and what surrounds the values of DCP items that it has opened.
 
     Ranges of two ranks are equal, or do not overlap, if each is a part of one chunk; the bytes around the values are
     read by the ranks that have their beginning, and their end.
@@ -70,7 +70,7 @@ class ReadSums:
             self._unsteady.add(file)
 
     def problems(self, folder: Path, files: Mapping[str, FileSum], group: dist.ProcessGroup) -> list[str]:
-        """What is wrong with `files`; [] if each has its CRC32. All ranks of `group` get the same answer."""
+        """Problems of `files`; [] if each has its CRC32. All ranks of `group` get the same answer."""
         names, rank, world = sorted(files), group.rank(), group.size()
         gathered = on_each(group, lambda: (self._largest(folder, files, names), self._unsteady))
         rows = np.concatenate([ranges for ranges, _ in gathered])

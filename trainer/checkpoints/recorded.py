@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it: the config's values, or what its other values imply. Torch-free."""
+"""The record of a run in its checkpoint: the config's values, or what its other values imply. Torch-free."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -37,7 +37,7 @@ class Recorded:
 
 
 def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
-    """What the first checkpoint records that is whole, as far as its small files say; None if there is none.
+    """The record of the first checkpoint that is whole, as far as its small files say; None if there is none.
 
     Loading finds what else is wrong, and says why a checkpoint is not used.
     """
@@ -48,7 +48,7 @@ def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len:
 
 
 def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -> Recorded:
-    """What a checkpoint records. `seq_len`: that of the config, for streamed data.
+    """The record of a checkpoint. `seq_len`: that of the config, for streamed data.
 
     Without the progress of the run (`excluded`), a new one begins, of which only the optimizer's settings count.
     """

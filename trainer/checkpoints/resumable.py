@@ -80,10 +80,10 @@ def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, exclu
                 "--checkpoint.initial_load_model_only",
             ],
         )
-    asked = [section for section in SECTIONS if section not in excluded and section != RNG]
-    if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
+    needed_sections = [section for section in SECTIONS if section not in excluded and section != RNG]
+    if needed_sections and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
         raise CheckpointError(
-            f"{path} holds only weights, so a run cannot resume from it: no {', '.join(asked)}",
+            f"{path} holds only weights, so a run cannot resume from it: no {', '.join(needed_sections)}",
             hint="checkpoint.last_save_model_only = true saves the last step so; a finished run cannot resume",
             tries=[
                 "--checkpoint.load_step EARLIER, to resume from an earlier step",

@@ -22,7 +22,7 @@ class Resumable(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come: steps done, and tokens with a target that it was trained on, over all ranks."""
+    """The progress of a run: steps done, and tokens with a target that it was trained on, over all ranks."""
 
     step: int = 0
     ntokens_seen: int = 0

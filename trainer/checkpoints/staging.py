@@ -24,7 +24,7 @@ _ALIGNMENT = 64  # of each tensor, so that the memory can be viewed as any dtype
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a rank saves, without the tensors' bytes, which are in host memory; plain values, so it can be pickled."""
+    """State that a rank saves, but for the tensors' bytes, which are in host memory. Plain values can be pickled."""
 
     plan: SavePlan
     offsets: Mapping[MetadataIndex, int]  # of tensors, in bytes

@@ -21,9 +21,9 @@ def read_overrides(
     """
     settings: dict[str, Setting] = {}
     problems: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
         if not word.startswith("--"):
             problems.append(f"{ORIGIN}: {word!r} is not an option; an override is `--section.key value`")
             continue
@@ -36,15 +36,15 @@ def read_overrides(
             continue
         if kind is None:
             problems.append(f"{ORIGIN}: --{name}: {unknown(key)}")
-            if not equals and left and not left[0].startswith("--"):
-                left.pop(0)  # its value
+            if not equals and queue and not queue[0].startswith("--"):
+                queue.pop(0)  # its value
             continue
         if not equals:
-            takes_next = bool(left) and (left[0] in _BOOLS if kind is bool else not left[0].startswith("--"))
+            takes_next = bool(queue) and (queue[0] in _BOOLS if kind is bool else not queue[0].startswith("--"))
             if not takes_next and kind is not bool:
                 problems.append(f"{ORIGIN}: --{name} needs a value")
                 continue
-            text = left.pop(0) if takes_next else "true"
+            text = queue.pop(0) if takes_next else "true"
         settings[key] = Setting(_parse(text, kind), ORIGIN)
     return settings, problems
 

@@ -30,11 +30,11 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
     A path's parent folder is added to the import path, so that the module can import its neighbours. Returns a name
     that works in another process with any working directory. `setting` is its name in errors.
     """
-    path, said = Path(name), setting.format(name=name)
+    path, label = Path(name), setting.format(name=name)
     is_path = path.suffix == ".py" or "/" in name or path.is_dir()
     if is_path:
         if not path.exists():
-            raise ConfigError(f"{said}: there is no such file or folder")
+            raise ConfigError(f"{label}: there is no such file or folder")
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)
@@ -60,11 +60,11 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
             what, where = f"{type(error).__name__}: {error.msg}", f" ({error.filename}:{error.lineno})"
         # without a line of theirs, the module was not found
         kind = ExtensionError if where else ConfigError
-        raise kind(f"{said} cannot be imported: {what}{where}", hint=hint) from error
+        raise kind(f"{label} cannot be imported: {what}{where}", hint=hint) from error
     origin = Path(imported.__file__ or next(iter(imported.__path__))).resolve()
     if is_path and path.resolve() not in (origin, *origin.parents):
         raise ConfigError(
-            f"{said}: a module called {module!r} was already imported from {origin}",
+            f"{label}: a module called {module!r} was already imported from {origin}",
             hint="rename your module",
         )
     return str(path.resolve()) if is_path else name

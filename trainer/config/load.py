@@ -94,7 +94,7 @@ def is_older(key: str, value: Any) -> bool:
 
 
 def problem_of(key: str, setting: Setting) -> str:
-    """What is wrong with one setting; empty if nothing."""
+    """The problem of one setting; empty if there is none."""
     kind = _kind_of(key)
     if kind is None:
         return f"{key}: {_unknown_key(key)}"

@@ -74,23 +74,23 @@ def best_fit_decreasing(counts: list[int], size: int) -> list[tuple[int, list[in
             with_room[room].append((number, lengths))
 
     for length in range(min(size, len(counts) - 1), 0, -1):
-        left = counts[length]
-        while left:
+        num_left = counts[length]
+        while num_left:
             at = bisect_left(rooms, length)
             if at == len(rooms):  # new packs, each filled before the next
-                room, number, lengths = size, left, list[int]()
+                room, number, lengths = size, num_left, list[int]()
             else:
                 room = rooms[at]
                 number, lengths = with_room[room].pop()
                 if not with_room[room]:
                     del rooms[at]
             most = room // length  # after a piece, its pack is the one with the least room that is enough
-            filled = min(number, left // most)
+            filled = min(number, num_left // most)
             open_with(room - most * length, filled, lengths + [length] * most)
-            left -= filled * most
-            if left and filled < number:
-                open_with(room - left * length, 1, lengths + [length] * left)
-                filled, left = filled + 1, 0
+            num_left -= filled * most
+            if num_left and filled < number:
+                open_with(room - num_left * length, 1, lengths + [length] * num_left)
+                filled, num_left = filled + 1, 0
             if room != size:
                 open_with(room, number - filled, lengths)
     return [group for room in sorted(with_room) for group in with_room[room]]

@@ -16,7 +16,7 @@ RESTART_DATA = "--checkpoint.exclude_from_loading dataloader"  # resume weights,
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How samples are made of the tokens of their sources: training.packing and training.seq_len."""
+    """The settings by which samples are cut from the tokens of their sources: training.packing and training.seq_len."""
 
     packing: Packing
     seq_len: int

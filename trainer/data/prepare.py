@@ -27,7 +27,7 @@ _MOST_COUNTED_DOCUMENTS = 64  # that are held out if a share of the hashes gives
 
 @dataclass(frozen=True, slots=True)
 class PrepareReport:
-    """What was made; index.json says the same. Entropies are in nats per token, of the held-out part."""
+    """The index that was made; index.json says the same. Entropies are in nats per token, of the held-out part."""
 
     out: str
     tokenizer: str  # `trained`, or the folder it was taken from

@@ -19,7 +19,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DocumentRules:
-    """How samples treat documents; the words are those of training.document_mask and training.packing."""
+    """The treatment of documents in samples; the words are those of training.document_mask and training.packing."""
 
     mask: Literal["none", "offsets", "eos"] = "none"
     packing: Packing = "concatenated"

@@ -81,7 +81,7 @@ def refuse_no_held_out(source: TokenSource, split: str) -> None:
 
 
 def document_offsets(source: TokenSource, split: str) -> np.ndarray:
-    """Where a source's documents begin, and the end of the last. Raises DataError if it does not say so."""
+    """The places where a source's documents begin, and the end of the last. Raises DataError if it does not say so."""
     offsets = getattr(source, "offsets", None)
     if offsets is None:
         raise DataError(

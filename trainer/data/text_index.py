@@ -27,7 +27,7 @@ from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summari
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """How text is tokenized: the tokenizer, the folder of the indexes, and how to run the work on one rank."""
+    """The preparation of text: the tokenizer, the folder of the indexes, and how to run the work on one rank."""
 
     tokenizer: Path
     folder: Path

@@ -42,7 +42,7 @@ class Loader(Protocol):
 
 
 def text_preparation(model: Model, training: Training, dump_folder: Path, group: dist.ProcessGroup) -> Preparation:
-    """How text is tokenized: by the model's tokenizer, on rank 0 for all ranks, into the dump folder."""
+    """The preparation of text: by the model's tokenizer, on rank 0 for all ranks, into the dump folder."""
     tokenizer = tokenizer_folder(model, training)
     if tokenizer == find_local(model.hf_assets_path) != Path(model.hf_assets_path):
         note(f"{model.hf_assets_path}: {tokenizer}")

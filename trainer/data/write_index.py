@@ -19,7 +19,7 @@ from trainer.data.token_file import TokenFile
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What is held out: nothing, whole documents by a hash of them, so that equal ones stay together, or every tail."""
+    """The held-out part: nothing, documents by their hash, so that equal ones stay together, or the tail of each."""
 
     share: float
     by: str  # `document` or `tail`
@@ -30,7 +30,7 @@ class Split:
         return mark_of(document) < self.share * 2**64
 
     def tail_of(self, content: str | np.ndarray) -> int:
-        """Where the held-out tail begins; the content's length if documents are held out whole."""
+        """The place where the held-out tail begins; the content's length if documents are held out whole."""
         return len(content) - round(len(content) * self.share) if self.by == "tail" else len(content)
 
 

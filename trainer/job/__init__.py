@@ -1,1 +1,1 @@
-"""What a run is and needs before it starts: the job record, its checks, its folders, the first lines."""
+"""A run before it starts: the job record, its checks, its folders, the first lines."""

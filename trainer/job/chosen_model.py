@@ -23,7 +23,7 @@ NO_TOKENIZER = "checkpoints will have no tokenizer: model.hf_assets_path is not 
 
 
 def chosen_model(job: Job) -> ModelInfo:
-    """What a job's checkpoints say of its model.
+    """The description of the model for a job's checkpoints.
 
     Raises ConfigError if the config's tokenizer is missing or differs from the data's. `assets` is empty if no
     tokenizer is configured and none is found; the caller then reports NO_TOKENIZER.

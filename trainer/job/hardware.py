@@ -1,4 +1,4 @@
-"""What a config asks for and a machine cannot do. torch is imported only for GPUs and for settings that need it."""
+"""Hardware checks of a config. torch is imported only for GPUs and for settings that need it."""
 
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.families.registry import get_family

@@ -70,7 +70,7 @@ class Checked:
 
 
 class _Inputs:
-    """What several checks need of a job's tokenizer, read once: a large one takes a second."""
+    """A job's tokenizer as several checks need it, read once: a large one takes a second."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -95,9 +95,9 @@ def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) ->
     `has_all_files`: otherwise a missing file that only a preset or a default names counts as not checked.
     """
     refused: dict[str, TitanError] = {}
-    checked, found = Checked(job), _Inputs(job)
+    checked, inputs = Checked(job), _Inputs(job)
     open_points: dict[str, None] = {}
-    for keys, check in _checks(job, found):
+    for keys, check in _checks(job, inputs):
         try:
             if left_open := check():
                 open_points[left_open] = None
@@ -108,7 +108,7 @@ def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) ->
                 open_points[f"{error.message} (named by a default or a preset)"] = None
     if not refused:  # what a checkpoint is compared with is known to be right
         try:
-            checked.job, checked.resumes_from = _check_start(job, found)
+            checked.job, checked.resumes_from = _check_start(job, inputs)
         except TitanError as error:
             refused[error.message] = error
     raise_all([*refused.values()])
@@ -168,7 +168,7 @@ def _checks(job: Job, found: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]
 
 
 def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
-    """What depends on this machine: another one may run the job."""
+    """Checks that depend on this machine: another one may run the job."""
     config = job.config
 
     def disk() -> None:
@@ -262,7 +262,7 @@ def _check_samples(found: _Inputs, settings: Training | Validation) -> None:
 
 
 def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
-    """What the run goes on from: the job with what it keeps, and the checkpoint; None if the run is new."""
+    """The job, with what it keeps of the checkpoint that it goes on from, and its path; None if the run is new."""
     config, settings = job.config, job.config.checkpoint
     folder, initial = Path(config.job.dump_folder) / settings.folder, initial_path(settings, config.model)
     if settings.enable and steps_aside(folder):  # of a killed save, which the run puts back first

@@ -30,7 +30,7 @@ from trainer.parallel.stages import StageSplit, schedule_of, split_model, stage_
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a run computes, on how many ranks. `resolve_job` makes it and checks it."""
+    """A run: the computation, and the layout of its ranks. `resolve_job` makes it and checks it."""
 
     config: Config
     family: Family
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def documents(self) -> DocumentRules:
-        """How samples and attention treat documents."""
+        """The treatment of documents in samples and attention."""
         return document_rules(self.config, self.family)
 
     @property
@@ -188,7 +188,7 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
 
 
 def derived_degrees(parallelism: Parallelism) -> list[str]:
-    """How ranks share the experts, which follows from the degrees."""
+    """The degrees by which ranks share the experts, which follow from the others."""
     if parallelism.expert_parallel_degree == 1:
         return []
     if parallelism.data_parallel_shard_degree == -1:
@@ -283,7 +283,7 @@ def _sequence_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list
 
 
 def sequence_divisor(dims: MeshShape) -> int:
-    """What must divide a sequence length: sequence parallelism splits it tp times, head-tail sharding 2·cp times."""
+    """A divisor of all sequence lengths: sequence parallelism splits it tp times, head-tail sharding 2·cp times."""
     return dims.tp * (2 * dims.cp if dims.cp > 1 else 1)
 
 

@@ -1,4 +1,4 @@
-"""What a resumed run keeps of its checkpoint, and what its config changes.
+"""Settings that a resumed run keeps of its checkpoint, and those that its config changes.
 
 A layout is no setting: a run goes on in any, with the same numbers. All else that can change them is recorded in each
 checkpoint (`train_state.settings`) and compared.

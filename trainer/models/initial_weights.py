@@ -92,7 +92,7 @@ def initial_values(
 
 
 def least_cache_bytes(parameters: Sequence[Parameter]) -> int:
-    """What the cache of InitialWeights holds when the blocks of the largest matrix are drawn."""
+    """Bytes that the cache of InitialWeights holds when the blocks of the largest matrix are drawn."""
     matrices = [p.shape[-2:] for p in parameters if len(p.shape) > 1]
     blocks = (
         min(rows, _NUM_CACHED * max(1, BLOCK_ELEMENTS // max(1, columns))) * columns * 4 for rows, columns in matrices

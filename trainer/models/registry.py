@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFamily:
-    """How to build and shard the model of the `converters` Family of the same name.
+    """Building and sharding of the model of the `converters` Family of the same name.
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
     stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which also takes

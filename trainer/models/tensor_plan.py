@@ -12,7 +12,7 @@ from converters.families.base import Parameter, Role
 
 
 class TensorStyle(Enum):
-    """How a module works under tensor parallelism with sequence parallelism."""
+    """The style of a module under tensor parallelism with sequence parallelism."""
 
     EMBEDDING = "rows of the vocabulary here; output becomes sequence shards"
     SEQUENCE_SHARDS = "weights replicated, works on sequence shards (norms)"

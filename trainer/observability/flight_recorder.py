@@ -38,7 +38,7 @@ class CollectiveFailure(TitanError):
 
 @dataclass(frozen=True, slots=True)
 class FlightRecorder:
-    """Where each rank's file is written, and how many collectives it holds; 0 = off."""
+    """The folder of the ranks' files, and the number of collectives in each; 0 = off."""
 
     folder: Path
     prefix: str
@@ -117,7 +117,7 @@ def collective_failures(recorder: FlightRecorder, progress: Progress) -> Iterato
 
 
 def _cause(error: Exception) -> str:
-    """How a collective failed; empty if the error is not a collective's."""
+    """The cause of a collective's failure; empty if the error is not a collective's."""
     if not isinstance(error, RuntimeError):  # torch.distributed's errors are RuntimeErrors
         return ""
     is_torchs = isinstance(error, dist.DistError) or type(error) is RuntimeError

@@ -190,7 +190,7 @@ def load_metrics(loads: Sequence[ExpertLoad]) -> dict[str, float]:
 
 
 def _tensorboard_folder(settings: Metrics, dump: Path, rank: int) -> Path | None:
-    """Where this rank writes scalars, if it does; two ranks never write to one file."""
+    """The folder of this rank's scalars, if it writes any; two ranks never write to one file."""
     if not settings.enable_tensorboard or not (rank == 0 or settings.save_for_all_ranks):
         return None
     folder = dump / settings.save_tb_folder / _name_of(dump)

@@ -31,7 +31,7 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What a sink is opened with. `config` is the merged config by section, as `titan config show --json` prints it."""
+    """The run that a sink logs. `config` is the merged config by section, as `titan config show --json` prints it."""
 
     dump_folder: Path
     config: Mapping[str, Any]

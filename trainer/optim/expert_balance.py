@@ -15,7 +15,7 @@ from trainer.train_model import TrainModel
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """How evenly a layer's experts were used in a step, over all ranks."""
+    """The use of a layer's experts in a step, over all ranks."""
 
     layer: int
     max_over_mean: float  # tokens of the most used expert over the mean; 1: all alike

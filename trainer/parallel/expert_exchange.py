@@ -18,7 +18,7 @@ NO_ROWS_ASSUMED = -1
 
 
 class Counts(NamedTuple):
-    """How many rows go where. The first two are on the CPU."""
+    """Numbers of rows by destination. The first two are on the CPU."""
 
     sent_W: Tensor  # int64
     received_WL: Tensor  # int64
@@ -132,6 +132,6 @@ EXCHANGES = tuple(
 
 
 def bytes_sent(exchange: Any, args: tuple[Any, ...]) -> int:
-    """What this rank sends in a call of one of EXCHANGES, to itself too: rows; or one int64 for each expert."""
+    """Bytes that this rank sends in a call of one of EXCHANGES, to itself too: rows; or one int64 for each expert."""
     rows: Tensor = args[0]
     return rows.numel() * (torch.int64.itemsize if exchange is EXCHANGES[0] else rows.itemsize)

@@ -44,7 +44,7 @@ def float8_filters(settings: Float8, training: Training) -> tuple[str, ...]:
 
 
 def float8_notes(settings: Float8, training: Training, args: ModelArgs) -> list[str]:
-    """What a user should know about the output projection, for the beginning of a run."""
+    """Notes on the output projection, for the beginning of a run."""
     if training.loss != CHUNKED or args.tied:
         return []
     if settings.filter_fqns is None:

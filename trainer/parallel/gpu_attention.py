@@ -75,7 +75,7 @@ class VarlenAttention(nn.Module):
         self._grouped = {"enable_gqa": True} if "enable_gqa" in options else {}
 
     def make_mask(self, documents_BE: Tensor, *, num_queries: int) -> tuple[Tensor, int]:
-        """Where documents begin in the flattened batch, and the end of it: int32; and the length of a sample.
+        """The places where documents begin in the flattened batch, and its end: int32; and the length of a sample.
 
         The host waits for the number of documents, once per forward pass. Compiled layers take any number.
         """

@@ -1,4 +1,4 @@
-"""Which inner attention each layer has, and the masks of a forward pass: of documents, windows, chunks and sinks.
+"""The inner attention of each layer, and the masks of a forward pass: of documents, windows, chunks and sinks.
 
 Masks are made once per forward pass, one for each window and chunk that layers have, from the documents of the batch or
 microbatch at hand, and go to every layer as an argument: so recomputation and interleaved microbatches of a pipeline
@@ -88,8 +88,8 @@ def apply_masks(
                 cp, maker = inner.cp, inner.make_masks
             else:
                 inner, maker = masked[number], _of_whole_sequences(masked[number])
-        place, _ = makers.setdefault(reach, (len(makers), maker))
-        attention.inner_attention = OneOfMasks(inner, place)
+        index, _ = makers.setdefault(reach, (len(makers), maker))
+        attention.inner_attention = OneOfMasks(inner, index)
     static: dict[int, tuple[Any, ...]] = {}
 
     def make(documents_BS: Tensor) -> tuple[Any, ...]:

@@ -139,26 +139,26 @@ class Pipeline:
         microbatch to come back before it starts the next.
         """
         total = torch.zeros((), device=self.device)
-        own, ranks, last = dist.get_rank(self.group), self.split.ranks, self.split.num_stages - 1
+        this_rank, ranks, last = dist.get_rank(self.group), self.split.ranks, self.split.num_stages - 1
         samples = torch.split(tokens, self.microbatch.size)
         split = {"targets": targets, **documents} | ({"positions": positions} if positions.ndim == 2 else {})
-        others = {name: torch.split(each, self.microbatch.size) for name, each in split.items()}
-        inputs = {(0, number): each for number, each in enumerate(samples)}  # by stage and microbatch
+        other_inputs = {name: torch.split(tensor, self.microbatch.size) for name, tensor in split.items()}
+        inputs = {(0, number): sample for number, sample in enumerate(samples)}  # by stage and microbatch
         for computed in forward_order(ranks, len(samples)):
             messages = []
-            if own in computed:
-                stage, number = computed[own]
-                own_others = {"positions": positions} | {name: each[number] for name, each in others.items()}
-                result = self.parts[stage](inputs.pop(computed[own]), **own_others)
+            if this_rank in computed:
+                stage, number = computed[this_rank]
+                arguments = {"positions": positions} | {name: parts[number] for name, parts in other_inputs.items()}
+                result = self.parts[stage](inputs.pop(computed[this_rank]), **arguments)
                 if stage == last:
                     total += result
             for rank, (stage, number) in computed.items():
-                if stage == last or own not in (rank, ranks[stage + 1]):
+                if stage == last or this_rank not in (rank, ranks[stage + 1]):
                     continue
                 following = stage + 1, number
                 if rank == ranks[stage + 1]:
                     inputs[following] = result
-                elif rank == own:
+                elif rank == this_rank:
                     messages.append(
                         dist.P2POp(dist.isend, result.contiguous(), group=self.group, group_peer=ranks[stage + 1])
                     )
@@ -171,7 +171,7 @@ class Pipeline:
 
 
 def forward_order(ranks: Sequence[int], num_microbatches: int) -> Iterator[dict[int, tuple[int, int]]]:
-    """What the pipeline ranks compute at the same time, forward only: {rank: (stage, microbatch)}, in time order.
+    """The computations of the pipeline ranks at one time, forward only: {rank: (stage, microbatch)}, in time order.
 
     `ranks` are those of the stages. A stage can compute what the stage before it has computed earlier; of several, a
     rank takes the last stage, so that it works on while other ranks compute the stages between its own.

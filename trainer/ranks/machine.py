@@ -25,7 +25,7 @@ _FILES: dict[str, tuple[Path, str, str, tuple[str, ...]]] = {
 
 
 class Device(Protocol):
-    """Where ranks compute, as far as checks of a config ask: a torch.device, or HOST_CPU, which needs no torch."""
+    """The device of ranks, as far as checks of a config ask: a torch.device, or HOST_CPU, which needs no torch."""
 
     @property
     def type(self) -> str: ...
@@ -74,7 +74,7 @@ def _of_machine() -> Iterator[int]:
 
 
 def _of_cgroups() -> Iterator[int]:
-    """What each cgroup of this process leaves; in a container the path may be that outside of it."""
+    """Bytes that each cgroup of this process leaves; in a container the path may be that outside of it."""
     with suppress(OSError):
         for line in _OWN_CGROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

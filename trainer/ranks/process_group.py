@@ -73,7 +73,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Timeouts:
-    """How long a collective may take: `init_timeout_seconds` in the first step and the first validation, which compile
+    """The time limits of collectives: `init_timeout_seconds` in the first step and the first validation, which compile
     and connect, else `train_timeout_seconds`. Every change comes after a barrier, so that no rank waits with the short
     timeout for one that still compiles.
     """

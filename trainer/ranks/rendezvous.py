@@ -42,7 +42,7 @@ class LostRank(TitanError):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher's variables say of this rank."""
+    """This rank, as a launcher's variables describe it."""
 
     rank: int
     world_size: int
@@ -198,33 +198,33 @@ def _open_store(
     """A client of the store, on its host with the store itself. Raises CannotJoin at the deadline."""
     import torch.distributed as dist
 
-    left = max(1.0, deadline - time.monotonic())
-    found: list[Any] = []
+    timeout = max(1.0, deadline - time.monotonic())
+    results: list[Any] = []
 
     def connect() -> None:
         try:
-            found.append(
+            results.append(
                 dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
                     address,
                     port,
                     own.world_size,
                     hosts,
-                    timedelta(seconds=left),
+                    timedelta(seconds=timeout),
                     wait_for_workers=False,  # `_meet` knows which ranks are missing
                     multi_tenant=hosts,
                     use_libuv=environment.get("USE_LIBUV", "1") == "1",
                 )
             )
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     attempt = Thread(target=connect, daemon=True)  # torch waits without an end for an answer that never comes
     with _without_torchs_log():
         attempt.start()
-        attempt.join(left)
-    if found and not isinstance(found[0], Exception):
-        return cast("Store", found[0])
-    why = str(found[0]).splitlines()[0] if found else f"no answer in {left:.0f} s"
+        attempt.join(timeout)
+    if results and not isinstance(results[0], Exception):
+        return cast("Store", results[0])
+    why = str(results[0]).splitlines()[0] if results else f"no answer in {timeout:.0f} s"
     raise CannotJoin(
         f"rank {own.rank}: what listens at MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not the store of rank 0: "
         f"{why:.200}",
@@ -286,7 +286,7 @@ def _appears(store: "Store", keys: list[str], deadline: float) -> bool:
 
 
 def _problem(store: "Store", keys: list[str], own: Launched, deadline: float) -> str:
-    """What rank 0 finds wrong with the ranks: one is missing, or counts other ranks. "" if nothing."""
+    """The problem of the ranks as rank 0 sees it: one is missing, or counts other ranks. "" if nothing."""
     if not _appears(store, keys, deadline):
         return _missing(store, keys)
     sizes = [int(size) for size in store.multi_get(keys)]

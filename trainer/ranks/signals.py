@@ -76,7 +76,7 @@ def interrupt_answer(*, saves: bool) -> str:
 
 
 def lost_steps(step: int, *, kept: int) -> str:
-    """What ending after `step` loses. `kept`: the last step that is saved, or that the run began with."""
+    """A text on the steps that ending after `step` loses. `kept`: the last that is saved, or the run began with."""
     if step <= kept:
         return f"step {step} is saved"
     return f"steps {kept + 1} to {step} are lost" if step > kept + 1 else f"step {step} is lost"
