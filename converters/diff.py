@@ -156,14 +156,16 @@ def _opened(a: Path, b: Path, select: Sequence[str]) -> list[Catalog]:
 def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     says = [describes_model(catalog.root) for catalog in catalogs]
     # If only one describes its model, the other is read as the same
-    places = [model_from or (None if said or not any(says) else catalogs[says.index(True)].root) for said in says]
+    places = [
+        model_from or (None if says_model or not any(says) else catalogs[says.index(True)].root) for says_model in says
+    ]
     sides = []
-    for catalog, place in zip(catalogs, places, strict=True):
+    for catalog, folder in zip(catalogs, places, strict=True):
         if model_from or any(says):
             # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
             partial = catalog.manifest is not None
             opened = stack.enter_context(
-                native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True, keep_extra=True)
+                native_weights(catalog, model_from=folder, allow_missing=partial, keep_mtp=True, keep_extra=True)
             )
             weights: TensorSource = opened.source
             extras = opened.extras
@@ -171,9 +173,9 @@ def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack
         else:
             weights, info, extras = stack.enter_context(CatalogReader(model_part(catalog))), None, ()
         inside = model_part(catalog).tensors
-        others = {n: t for n, t in catalog.tensors.items() if n not in inside}
+        outside = {n: t for n, t in catalog.tensors.items() if n not in inside}
         sides.append(
-            _Side(catalog, weights, extras, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
+            _Side(catalog, weights, extras, info, stack.enter_context(CatalogReader(replace(catalog, tensors=outside))))
         )
     return sides[0], sides[1]
 
@@ -252,12 +254,12 @@ def _describe(a: TensorSource, b: TensorSource, name: str, gap: Deviation, info:
     total = Box.whole(x.shape).num_elements
     dtypes = [f"{x.dtype} in A, {y.dtype} in B"] if x.dtype != y.dtype else []
     if not gap.num_different:
-        found = "values are equal" if dtypes else "bits differ (-0.0 or NaN), values are equal"
-        return Difference(name, "dtype", "; ".join([*dtypes, found]), gap.max_abs, gap.relative)
+        text = "values are equal" if dtypes else "bits differ (-0.0 or NaN), values are equal"
+        return Difference(name, "dtype", "; ".join([*dtypes, text]), gap.max_abs, gap.relative)
     if gap.rounded:
-        other, dtype = ("B", x.dtype) if gap.rounded == "A" else ("A", y.dtype)
-        found = f"{gap.rounded} is {other}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
-        return Difference(name, "dtype", "; ".join([*dtypes, found]), gap.max_abs, gap.relative)
+        source, dtype = ("B", x.dtype) if gap.rounded == "A" else ("A", y.dtype)
+        text = f"{gap.rounded} is {source}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
+        return Difference(name, "dtype", "; ".join([*dtypes, text]), gap.max_abs, gap.relative)
     assert gap.first is not None
     details = [*dtypes, f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}"]
     if gap.experts:
@@ -272,10 +274,10 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
     """Why two tensors differ, if it is a known mix-up, for the whole tensor; else ""."""
     if a.tensors[name] != b.tensors[name]:
         return ""
-    for other in fused_with(name, get_family(info.family)) if info else ():
-        is_alike = other != name and b.tensors.get(other) == a.tensors[name]
-        if is_alike and first_differing_block(a, name, b, other) is None:
-            return f"equal to {other}: {_pair(name, other)} are swapped"
+    for candidate in fused_with(name, get_family(info.family)) if info else ():
+        is_alike = candidate != name and b.tensors.get(candidate) == a.tensors[name]
+        if is_alike and first_differing_block(a, name, b, candidate) is None:
+            return f"equal to {candidate}: {_pair(name, candidate)} are swapped"
     if len(a.tensors[name].shape) > 2:
         by_text = sorted(range(a.tensors[name].shape[0]), key=str)
         for x, y in ((a, b), (b, a)):
@@ -341,34 +343,34 @@ def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:
 
 def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Difference]:
     """Differences of non-tensor entries in sections that both have: as bytes, then as values if they are plain."""
-    ours, theirs = (_values_in(side, sections) for side in (a, b))
-    found = [Difference(n, "only in A", "a value") for n in sorted(ours - theirs)]
-    found += [Difference(n, "only in B", "a value") for n in sorted(theirs - ours)]
-    for name in sorted(ours & theirs):
+    names_a, names_b = (_values_in(side, sections) for side in (a, b))
+    differences = [Difference(n, "only in A", "a value") for n in sorted(names_a - names_b)]
+    differences += [Difference(n, "only in B", "a value") for n in sorted(names_b - names_a)]
+    for name in sorted(names_a & names_b):
         stored = name in a.catalog.blobs and name in b.catalog.blobs
         if stored and a.sections.read_blob(name) == b.sections.read_blob(name):
             continue
         try:
-            left, right = _value(a, name), _value(b, name)
+            value_a, value_b = _value(a, name), _value(b, name)
         except CheckpointError:
-            found.append(Difference(name, "values", "bytes differ; not plain values, so they are not decoded"))
+            differences.append(Difference(name, "values", "bytes differ; not plain values, so they are not decoded"))
             continue
-        if type(left) is not type(right) or left != right and not (left != left and right != right):
-            found.append(Difference(name, "values", in_both(left, right)))
-    return found
+        if type(value_a) is not type(value_b) or value_a != value_b and not (value_a != value_a and value_b != value_b):
+            differences.append(Difference(name, "values", in_both(value_a, value_b)))
+    return differences
 
 
 def in_both(left: Any, right: Any) -> str:
     """The parts of two values that differ: of JSON objects and dicts by key, of long texts where they differ first."""
-    ours, theirs = _items(left), _items(right)
-    if ours and theirs:
-        keys = [key for key in {**ours, **theirs} if key not in ours or key not in theirs or ours[key] != theirs[key]]
+    a, b = _items(left), _items(right)
+    if a and b:
+        keys = [key for key in {**a, **b} if key not in a or key not in b or a[key] != b[key]]
         parts = []
         for key in keys[:_MOST_KEYS]:
-            if key in ours and key in theirs:
-                parts.append(f"{key}: {in_both(ours[key], theirs[key])}")
+            if key in a and key in b:
+                parts.append(f"{key}: {in_both(a[key], b[key])}")
             else:
-                parts.append(f"{key}: only in {'A' if key in ours else 'B'}")
+                parts.append(f"{key}: only in {'A' if key in a else 'B'}")
         if parts:
             return "; ".join(parts) + (f"; … and {len(keys) - len(parts)} more keys" if len(keys) > len(parts) else "")
     texts = [_as_text(left), _as_text(right)]

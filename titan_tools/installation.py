@@ -54,12 +54,12 @@ def find_foreign_package() -> Problem:
 def explain(error: BaseException) -> Problem | None:
     """The fault of the installation that an unexpected error comes from, if there is one. Takes up to a second."""
     try:
-        own = distribution(DISTRIBUTION)
+        titan = distribution(DISTRIBUTION)
     except PackageNotFoundError:  # run from its source
         return _untested_torch(error)
     recorded = {
-        Path(str(own.locate_file(path))): code
-        for path, code, *_ in csv.reader((own.read_text("RECORD") or "").splitlines())  # own.files leaves out lost ones
+        Path(str(titan.locate_file(path))): code
+        for path, code, *_ in csv.reader((titan.read_text("RECORD") or "").splitlines())  # .files leaves out lost ones
         if path.endswith(".py") and path.split("/")[0] in (*_PACKAGES, "titan_tools")
     }
     if missing := [file for file in recorded if not file.exists()]:
@@ -72,7 +72,7 @@ def explain(error: BaseException) -> Problem | None:
         package = file.with_suffix("") / "__init__.py"
         if package.exists() and package not in recorded:
             return _overwritten(package, _owner(package), did=f"installed it, which hides {file}")
-    return _unmet(own, with_missing=isinstance(error, ImportError)) or _untested_torch(error)
+    return _unmet(titan, with_missing=isinstance(error, ImportError)) or _untested_torch(error)
 
 
 def note_on_torch() -> str:
@@ -105,17 +105,17 @@ def _origin(spec: ModuleSpec | None) -> Path | None:
 
 def _shadowed(name: str, spec: ModuleSpec | None) -> Problem:
     """Another package of this name comes before titan's on the import path."""
-    found = _origin(spec)
-    if found is None:
+    origin = _origin(spec)
+    if origin is None:
         return Problem(f"the package {name!r} cannot be imported, though it lies in {_HOME}", "see Python's sys.path")
-    message = f"the package {name!r} on the import path is not titan's: {found}"
-    if (owner := _owner(found)) is not None:
+    message = f"the package {name!r} on the import path is not titan's: {origin}"
+    if (owner := _owner(origin)) is not None:
         return Problem(
             f"{message}, of the distribution {_named(owner)}",
             "it comes before titan's, and both install a package of this name",
             (f"{_pip()} uninstall -y {owner.name}",),
         )
-    folder = found.parent.parent if found.name == "__init__.py" else found.parent
+    folder = origin.parent.parent if origin.name == "__init__.py" else origin.parent
     command = " ".join(map(shlex.quote, sys.argv[1:]))
     if str(folder) in [
         str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each
@@ -248,10 +248,10 @@ def _named(owner: Distribution) -> str:
 def _reinstall() -> tuple[str, ...]:
     """The command that installs this version of titan again, from where it came; none for an editable one."""
     try:
-        own = distribution(DISTRIBUTION)
+        titan = distribution(DISTRIBUTION)
     except PackageNotFoundError:
         return ()
-    source = _source(own)
+    source = _source(titan)
     if _is_editable(source):
         return ()
     if vcs := source.get("vcs_info"):
@@ -259,7 +259,7 @@ def _reinstall() -> tuple[str, ...]:
     elif source.get("url", "").startswith("file:"):
         what = _local(source["url"])
     else:
-        what = source.get("url", "") or f"{DISTRIBUTION}=={own.version}"
+        what = source.get("url", "") or f"{DISTRIBUTION}=={titan.version}"
     return (f"{_pip()} install --force-reinstall --no-deps {shlex.quote(what)}",)
 
 

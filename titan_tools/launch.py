@@ -309,8 +309,8 @@ def rank_errors(*, less_memory: Sequence[str] = ()) -> Iterator[None]:
 
 def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
     """Write the error to the agent's file, in the agent's form plus ours; return the exit code."""
-    if known := as_memory_error(error):
-        error = TitanError(f"{known.message} on rank {os.environ.get('RANK', 0)}", hint=known.hint, tries=less_memory)
+    if cause := as_memory_error(error):
+        error = TitanError(f"{cause.message} on rank {os.environ.get('RANK', 0)}", hint=cause.hint, tries=less_memory)
     elif isinstance(error, OSError):
         error = as_machine_error(error) or error
     exit_code, text, hint, trace, kind = 3, f"{type(error).__name__}: {error}", "", "", "internal"
@@ -330,11 +330,11 @@ def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
     else:
         hint, trace = where_to_look(), "".join(traceback.format_exception(error))
     now = time.time()
-    ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "kind": kind}
-    ours["traceback"] = trace
-    theirs = {"message": text, "extraInfo": {"timestamp": str(int(now))}}
+    record = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "kind": kind}
+    record["traceback"] = trace
+    agent_record = {"message": text, "extraInfo": {"timestamp": str(int(now))}}
     try:
-        Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": theirs, "titan": ours}))
+        Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": agent_record, "titan": record}))
     except (KeyError, OSError):  # no file: rather report it twice than not at all
         print(f"error: {text}\n{trace}", file=sys.stderr)
     return exit_code

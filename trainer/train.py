@@ -92,21 +92,21 @@ def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
     on_first(ranks.agreement, lambda: save_config(config))
     progress = Progress()
     recorder = FlightRecorder.of(config.comm, dump_folder)
-    with collective_failures(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
+    with collective_failures(recorder, progress), ExitStack() as stack:  # rank 0 holds the lock for all
         if is_saving(settings):
             folder = dump_folder / settings.folder
-            on_first(ranks.agreement, lambda: held.enter_context(only_run(folder)))
+            on_first(ranks.agreement, lambda: stack.enter_context(only_run(folder)))
             require_shared(folder, ranks.agreement)
-        held.enter_context(attention_backends(ranks.device))
-        train_locked(job, ranks, stop, progress, held)
+        stack.enter_context(attention_backends(ranks.device))
+        train_locked(job, ranks, stop, progress, stack)
 
 
-def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, held: ExitStack) -> None:
-    """Build, load, train. `held` closes what was opened, also after an error."""
+def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, stack: ExitStack) -> None:
+    """Build, load, train. `stack` closes what was opened, also after an error."""
     # Resume: what the run keeps of its checkpoint
     settings, dump_folder = job.config.checkpoint, Path(job.config.job.dump_folder)
     config_job, info, initial = job, chosen_model(job), initial_path(settings, job.config.model)
-    checkpoints = held.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
+    checkpoints = stack.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
     seq_len = job.config.training.seq_len
     if recorded := checkpoints.recorded(checkpoints.candidates(initial), seq_len=seq_len):
         job = resumed_job(config_job, recorded)
@@ -131,7 +131,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     widen_attention_on_cpu(model.parts, ranks.device)
     if not multiplies(getattr(torch, training.mixed_precision_param), ranks.device):
         note(f"this CPU has no {training.mixed_precision_param} products: they are computed in fp32 and rounded")
-        held.enter_context(fp32_products())
+        stack.enter_context(fp32_products())
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
@@ -177,7 +177,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
 
     # Train
     batch_rank = meshes["batch"].get_local_rank()
-    report = held.enter_context(Report(job, progress, device=ranks.device, rank=dist.get_rank(), batch_rank=batch_rank))
+    report = stack.enter_context(
+        Report(job, progress, device=ranks.device, rank=dist.get_rank(), batch_rank=batch_rank)
+    )
     if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(loader)
@@ -236,16 +238,16 @@ def load(
 
     Returns the checkpoint that was loaded.
     """
-    own = checkpoints.resume(state) if settings.enable else None
-    if own:
-        note(f"resumed from {own}")
+    resumed = checkpoints.resume(state) if settings.enable else None
+    if resumed:
+        note(f"resumed from {resumed}")
     elif initial:
         checkpoints.load_initial(initial, state)
         note(f"started from {initial}")
     else:
         state.model.initialize(seed)
         note(f"started from initial weights, seed {seed}: there is no checkpoint to load")
-    return own or initial
+    return resumed or initial
 
 
 def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:

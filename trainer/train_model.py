@@ -125,11 +125,11 @@ class TrainModel:
         def blocks() -> Iterator[tuple[Tensor, Callable[[], np.ndarray]]]:
             for fqn, parameter in self._parameters.items():
                 box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
-                held = local_part(without_float8(parameter))
-                assert tuple(held.shape) == (box.sizes if box else (0, *held.shape[1:])), (fqn, held.shape, box)
+                local = local_part(without_float8(parameter))
+                assert tuple(local.shape) == (box.sizes if box else (0, *local.shape[1:])), (fqn, local.shape, box)
                 if box is not None:
                     for part, draw in weights.blocks(fqn, box):
-                        yield held[part.slices_within(box)], draw
+                        yield local[part.slices_within(box)], draw
             for fqn, buffer in self._buffers.items():
                 whole = Box.whole(buffer.shape)
                 for part, draw in weights.blocks(fqn, whole):
@@ -140,9 +140,9 @@ class TrainModel:
 
         drawn = in_parallel(draw, blocks(), cores_per_rank())
         with deferred_signals() as deliver_signals, closing(drawn):
-            for held, values in drawn:
+            for local, values in drawn:
                 deliver_signals()
-                held.copy_(torch.from_numpy(values))
+                local.copy_(torch.from_numpy(values))
 
 
 def _native_name(module_name: str, args: ModelArgs) -> str:

@@ -30,16 +30,16 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
 
     Only full products are written as one line, so that each line stands for exactly the names it shows.
     """
-    found = fold(lines, name=lambda line: line.name, alike=lambda line: (line.section, line.dtype, line.shape))
+    folded = fold(lines, name=lambda line: line.name, alike=lambda line: (line.section, line.dtype, line.shape))
     return [
         replace(
-            held[0],
+            members[0],
             name=name,
-            num_tensors=len(held),
-            num_chunks=sum(line.num_chunks for line in held),
-            num_bytes=sum(line.num_bytes for line in held),
+            num_tensors=len(members),
+            num_chunks=sum(line.num_chunks for line in members),
+            num_bytes=sum(line.num_bytes for line in members),
         )
-        for name, held in found
+        for name, members in folded
     ]
 
 
@@ -55,11 +55,11 @@ def fold(items: Iterable[T], *, name: Callable[[T], str], alike: Callable[[T], H
         firsts = sorted({*repeated})
         members = {tuple(numbers[at] for at in firsts): item for numbers, item in all_members.items()}
         for sets in _products(list(members)):
-            held = [members[numbers] for numbers in product(*sets)]
+            group = [members[numbers] for numbers in product(*sets)]
             shown = ["{" + number_ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
             numbers = [shown[firsts.index(at)] for at in repeated]
             text = "".join(t + n for t, n in zip(texts, [*numbers, ""], strict=True))
-            folded.append((text if len(held) > 1 else name(held[0]), held))
+            folded.append((text if len(group) > 1 else name(group[0]), group))
     return folded
 
 

@@ -163,8 +163,8 @@ def check_plain(value: Any, *, what: str) -> None:
             pending.extend(item.keys())
             pending.extend(item.values())
         elif item is not None and type(item) not in (int, float, bool, str, bytes):
-            found = "tensor" if isinstance(item, TensorRef) else type(item).__name__
+            kind = "tensor" if isinstance(item, TensorRef) else type(item).__name__
             raise CheckpointError(
-                f"{what}: holds a {found}, and only plain values are allowed",
+                f"{what}: holds a {kind}, and only plain values are allowed",
                 hint="int, float, bool, None, str, bytes, list, tuple, set and dict are plain",
             )

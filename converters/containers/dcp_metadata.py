@@ -258,7 +258,7 @@ def dump_places(
             out.text("size"),
             out.size(info.shape),
             out.text("chunks"),
-            out.list_of_boxes([place.box for place in places[fqn] if place.box is not None]),
+            out.list_of_boxes([item.box for item in places[fqn] if item.box is not None]),
             out.end_record,
         )
     for fqn in (name for name in places if name not in tensors):
@@ -267,7 +267,7 @@ def dump_places(
     for fqn in places:
         parts += (out.text(fqn), out.path(planner_data.get(fqn, (fqn,))))
     parts += (out.end_mapping, out.text("storage_data"), out.mapping)
-    parts += [out.places(fqn, held) for fqn, held in places.items()]
+    parts += [out.places(fqn, stored) for fqn, stored in places.items()]
     parts += (out.end_mapping, out.text("storage_meta"), out.none, out.text("version"), out.text(VERSION))
     parts += (out.end_record, out.stop)
     return b"".join(parts)

@@ -77,9 +77,9 @@ class MetadataEmitter:
 
     def properties(self, dtype: str) -> bytes:
         key = ("properties", dtype, "")  # another length than a symbol's key
-        found = self._memo.get(key)
-        if found is not None:
-            return found
+        reference = self._memo.get(key)
+        if reference is not None:
+            return reference
         parts = (
             self.bare_record(METADATA_MODULE, "TensorProperties"),
             b"(",

@@ -47,16 +47,16 @@ def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
     for entries in ranks:
         planner_data |= entries.planner_data
         for fqn, entry in entries.tensors.items():
-            known = tensors.setdefault(fqn, TensorEntry(fqn, entry.dtype, entry.shape, ()))
-            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                problems.append(f"{fqn}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}")
+            joined = tensors.setdefault(fqn, TensorEntry(fqn, entry.dtype, entry.shape, ()))
+            if (joined.dtype, joined.shape) != (entry.dtype, entry.shape):
+                problems.append(f"{fqn}: {joined.dtype} {list(joined.shape)} and {entry.dtype} {list(entry.shape)}")
                 continue
-            held = {chunk.box: chunk for chunk in known.chunks}
-            fresh = [chunk for chunk in entry.chunks if chunk.box not in held and chunk.box.num_elements]
+            chunks = {chunk.box: chunk for chunk in joined.chunks}
+            fresh = [chunk for chunk in entry.chunks if chunk.box not in chunks and chunk.box.num_elements]
             for chunk in entry.chunks:
-                if chunk.box in held and (why := _chunks_differ(folder, fqn, held[chunk.box], chunk)):
+                if chunk.box in chunks and (why := _chunks_differ(folder, fqn, chunks[chunk.box], chunk)):
                     problems.append(f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: {why}")
-            tensors[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (*known.chunks, *fresh))
+            tensors[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (*joined.chunks, *fresh))
         for fqn, blob in entries.blobs.items():
             if not _same_blob(folder, blobs.setdefault(fqn, blob), blob):
                 problems.append(f"{fqn}: another value in {blob.file} than in {blobs[fqn].file}")

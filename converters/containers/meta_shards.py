@@ -55,16 +55,16 @@ def read_catalog(path: Path) -> Catalog:
 
 def _shard_files(path: Path) -> list[str]:
     """The names consolidated.00.pth, 01, 02 …; none may be missing."""
-    found = sorted(p.name for p in path.glob("consolidated.*.pth"))
-    numbers = [int(m.group(1)) for name in found if (m := re.fullmatch(r"consolidated\.(\d{2,3})\.pth", name))]
+    files = sorted(p.name for p in path.glob("consolidated.*.pth"))
+    numbers = [int(m.group(1)) for name in files if (m := re.fullmatch(r"consolidated\.(\d{2,3})\.pth", name))]
     wanted = [META_SHARD.format(index=index) for index in range(max(numbers, default=0) + 1)]
-    problems = [f"{name}: missing" for name in wanted if name not in found]
-    problems += [f"{name}: not the name of a shard" for name in found if name not in wanted]
+    problems = [f"{name}: missing" for name in wanted if name not in files]
+    problems += [f"{name}: not the name of a shard" for name in files if name not in wanted]
     if problems:
         raise CheckpointError(
             f"{path}: the shards are not {META_SHARD.format(index=0)}, {META_SHARD.format(index=1)} and so on:"
             + list_offenders(problems),
-            hint=f"found: {', '.join(found[:16])}",
+            hint=f"found: {', '.join(files[:16])}",
         )
     return wanted
 
@@ -118,7 +118,7 @@ def _require_own_names(path: Path, files: Sequence[str]) -> None:
         with (path / file).open("rb") as opened:
             start = opened.read(128)  # the first entry's header, which was checked when the zip was opened
         root = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode(errors="replace").partition("/")[0]
-        if (found := _ROOT.fullmatch(root)) and int(found.group(1)) != number:
+        if (match := _ROOT.fullmatch(root)) and int(match.group(1)) != number:
             renamed.append(f"{file}: was written as {root}.pth")
     if renamed:
         raise CheckpointError(
@@ -149,10 +149,12 @@ def _require_alike(
     problems = []
     names = dict.fromkeys(fqn for shard in shards for fqn in (*shard.tensors, *shard.values))
     for fqn in (fqn for fqn in names if fqn not in of_ranks):
-        found = [_describe(shard, fqn) for shard in shards]
-        usual = Counter(found).most_common(1)[0][0]
+        descriptions = [_describe(shard, fqn) for shard in shards]
+        usual = Counter(descriptions).most_common(1)[0][0]
         problems += [
-            f"{fqn}: {one} in {file}, {usual} in others" for file, one in zip(files, found, strict=True) if one != usual
+            f"{fqn}: {text} in {file}, {usual} in others"
+            for file, text in zip(files, descriptions, strict=True)
+            if text != usual
         ]
     if problems:
         raise CheckpointError(
@@ -321,8 +323,8 @@ def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catal
         records = {(c.crc32, c.record and c.record[1]) for c in chunks}
         if any(crc is None for crc, _ in records) or len(records) == len({size for _, size in records}):
             continue
-        if (other := marks.setdefault(mark, file)) != file:
-            doubles.append(f"{file}: the same content as {other}")
+        if (first := marks.setdefault(mark, file)) != file:
+            doubles.append(f"{file}: the same content as {first}")
     if doubles:
         raise CheckpointError(f"{path}: a shard is repeated:" + list_offenders(doubles))
 

@@ -76,12 +76,12 @@ def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
     problems = []
     for name in names:
         for fqn, part in read_file(folder, name).items():
-            known = joined.setdefault(fqn, replace(part, chunks=()))
-            if (known.dtype, len(known.shape)) != (part.dtype, len(part.shape)):
-                problems.append(f"{fqn}: {part.dtype} {list(part.shape)} in {name}, {known.dtype} in other files")
+            entry = joined.setdefault(fqn, replace(part, chunks=()))
+            if (entry.dtype, len(entry.shape)) != (part.dtype, len(part.shape)):
+                problems.append(f"{fqn}: {part.dtype} {list(part.shape)} in {name}, {entry.dtype} in other files")
                 continue
-            shape = tuple(map(max, known.shape, part.shape))
-            joined[fqn] = replace(known, shape=shape, chunks=(*known.chunks, *part.chunks))
+            shape = tuple(map(max, entry.shape, part.shape))
+            joined[fqn] = replace(entry, shape=shape, chunks=(*entry.chunks, *part.chunks))
     if problems:
         raise CheckpointError(f"{folder}: the shards disagree:{list_offenders(problems)}")
     return joined
@@ -158,12 +158,12 @@ def is_of_series(name: str) -> bool:
 
 def require_series(folder: Path, names: Collection[str]) -> None:
     """Raise CheckpointError for files of a series (model-00001-of-00003) if others are missing, by their names."""
-    found = [match.groups() for name in names if (match := _SERIES.fullmatch(name))]
-    first = min((int(number) for _, number, _, _ in found), default=1) and 1  # some tools count from 0
+    matches = [match.groups() for name in names if (match := _SERIES.fullmatch(name))]
+    first = min((int(number) for _, number, _, _ in matches), default=1) and 1  # some tools count from 0
     missing: dict[str, None] = {}
-    for stem, number, rest, length in found:
+    for stem, number, middle, length in matches:
         numbers = range(first, first + min(int(length), _MOST_FILES))
-        series = (f"{stem}-{n:0{len(number)}}{rest}" for n in numbers)
+        series = (f"{stem}-{n:0{len(number)}}{middle}" for n in numbers)
         missing |= dict.fromkeys(name for name in series if name not in names)
     if missing:
         raise CheckpointError(

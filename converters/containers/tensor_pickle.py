@@ -152,9 +152,9 @@ def load_tensors(data: bytes, *, what: str) -> Any:
     try:
         return safe_load(data, {**PLAIN_STUBS, **TENSOR_STUBS}, what=what, persistent=_storage)
     except UnsupportedError:
-        if found := _OF_TORCHAO.search(data):
+        if match := _OF_TORCHAO.search(data):
             raise UnsupportedError(
-                f"{what}: quantized by torchao ({found[1].decode()}), which is not covered",
+                f"{what}: quantized by torchao ({match[1].decode()}), which is not covered",
                 hint="its codes and scales are of one rank's part, and .metadata says only what they stand for; "
                 "leave it out, or dequantize it and save again",
             ) from None
@@ -211,15 +211,15 @@ def dump_tensors(tensors: Mapping[str, TensorInfo], keys: Mapping[str, str]) -> 
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
-    known = DTYPES.get(dtype)
-    if known is None:
+    element = DTYPES.get(dtype)
+    if element is None:
         raise CheckpointError(f"unknown element type {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
     count = prod(shape)
-    typed = bool(known.torch_storage)
+    typed = bool(element.torch_storage)
     rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n" if typed else b"ctorch._utils\n_rebuild_tensor_v3\n"
-    storage = f"ctorch\n{known.torch_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
+    storage = f"ctorch\n{element.torch_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
     persistent_id = b"(" + _text("storage") + storage.encode() + _text(key) + _text("cpu")
-    persistent_id += _integer(count if typed else count * known.itemsize) + b"tQ"
+    persistent_id += _integer(count if typed else count * element.itemsize) + b"tQ"
     layout = _integer(0) + _integers(shape) + _integers(row_major(shape))
     hooks = b"\x89ccollections\nOrderedDict\n)R"  # requires_grad=False, no hooks
     dtype_argument = b"" if typed else f"ctorch\n{dtype}\n".encode()

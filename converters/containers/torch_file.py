@@ -57,7 +57,7 @@ def _leaves(value: dict[Any, Any], keys: tuple[Any, ...]) -> list[tuple[tuple[An
         if isinstance(item, dict) and item and len(keys) < 100:
             pending.extend(((*keys, key), child) for key, child in reversed(item.items()))
         elif type(item) in (list, tuple) and len(keys) < 100 and not _is_plain(item):  # Lightning's optimizer_states
-            pending.extend(((*keys, place), child) for place, child in reversed(list(enumerate(item))))
+            pending.extend(((*keys, index), child) for index, child in reversed(list(enumerate(item))))
         else:
             leaves.append((keys, item))
         if len(leaves) + len(pending) > 10_000_000:

@@ -95,7 +95,7 @@ def _records(tensors: Mapping[str, TensorInfo], stored: Sequence[StoredTensor]) 
             if len(present) < len(each.parts) or len({part.dtype for part in present.values()}) > 1:
                 problems.append(f"{each.name}: {', '.join(f'{n} ({i.dtype})' for n, i in present.items())}")
                 continue
-            shape = stored_shape(each, {part: held.shape for part, held in present.items()})
+            shape = stored_shape(each, {part: entry.shape for part, entry in present.items()})
             records[each.name] = _Record(each.name, TensorInfo(info.dtype, shape), tuple(each.parts))
     if problems:
         raise UnsupportedError(

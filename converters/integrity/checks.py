@@ -74,9 +74,9 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
         extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
     remarks = []
     for file, items in extents.items():
-        size, taken = (catalog.root / file).stat().st_size, sum(length for _, length in items)
-        if size != taken:
-            remarks.append(f"{file}: {size:,} bytes, of which its items take {taken:,}")
+        size, used = (catalog.root / file).stat().st_size, sum(length for _, length in items)
+        if size != used:
+            remarks.append(f"{file}: {size:,} bytes, of which its items take {used:,}")
     return (
         [Check("items", "warning", "files hold other bytes than those of their items", tuple(remarks))]
         if remarks

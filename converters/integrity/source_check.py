@@ -27,24 +27,24 @@ class Vouched:
     rearranged: frozenset[str] = frozenset()  # in the source: tensors whose sums are not those of their targets
     lost: str = "; nothing of the copy was kept"
 
-    def check(self, found: Mapping[str, TensorDigest]) -> None:
-        """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs.
+    def check(self, digests: Mapping[str, TensorDigest]) -> None:
+        """Raise CheckpointError with every tensor whose digest in `digests` (by target name) differs.
 
         If targets are stacks or parts of source tensors, the sums of all that belong together are compared. Halves
         have no sums in common with the whole, nor has a transpose: their files are compared before (vouched_for).
         """
         wrong = []
-        for targets, names in _groups(self.stored, found, self.listed):
+        for targets, names in _groups(self.stored, digests, self.listed):
             listed = [self.listed[name] for name in names if name in self.listed and self.listed[name].digest]
             if len(listed) < len(names):
                 continue
             if not self.rearranged.isdisjoint(names):
                 continue
-            if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].values_shape:
-                is_same = found[targets[0]].hexdigest() == listed[0].digest
+            if len(targets) == len(names) == 1 and digests[targets[0]].shape == listed[0].values_shape:
+                is_same = digests[targets[0]].hexdigest() == listed[0].digest
             else:
                 sums = sum(entry.sum_of_rows for entry in listed)
-                is_same = (sum(found[target].partial for target in targets) - sums) % (1 << 128) == 0
+                is_same = (sum(digests[target].partial for target in targets) - sums) % (1 << 128) == 0
             if not is_same:
                 wrong.append(f"{', '.join(fold_texts(sorted(names)))}: {'its' if len(names) == 1 else 'their'}")
         if wrong:
@@ -53,19 +53,19 @@ class Vouched:
 
 
 def _groups(
-    stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest], listed: Mapping[str, TensorSum]
+    stored: Mapping[str, tuple[str, ...]], digests: Mapping[str, TensorDigest], listed: Mapping[str, TensorSum]
 ) -> Iterable[tuple[list[str], list[str]]]:
     """Targets and source tensors that hold the same values: mostly one of each, in one shape."""
     parts: dict[str, list[str]] = {}  # source tensor → targets that are not all of it alone
     for target, names in stored.items():
-        if len(names) == 1 and names[0] in listed and found[target].shape == listed[names[0]].values_shape:
+        if len(names) == 1 and names[0] in listed and digests[target].shape == listed[names[0]].values_shape:
             yield [target], [names[0]]
         else:
             for name in names:
                 parts.setdefault(name, []).append(target)
-    seen: set[str] = set()
+    visited: set[str] = set()
     for start in parts:
-        if start in seen:
+        if start in visited:
             continue
         together, group, todo = dict[str, None](), dict[str, None](), [start]
         while todo:
@@ -77,7 +77,7 @@ def _groups(
                 if target not in together:
                     together[target] = None
                     todo += stored[target]
-        seen |= group.keys()
+        visited |= group.keys()
         yield list(together), list(group)
 
 
@@ -99,15 +99,15 @@ def vouched_for(
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
         return None
-    known = {
+    entries = {
         name: replace(entry, digest="") if entry.digest_dtype not in ("", dequantized) else entry
         for name, entry in manifest.tensors.items()
     }
     read = {name for names in stored.values() for name in names}
-    undigested = {name for name in read if name in known and not known[name].digest}
+    undigested = {name for name in read if name in entries and not entries[name].digest}
     twice = {chunk.file for name in undigested | (read & rearranged) for chunk in catalog.tensors[name].chunks}
     _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
-    return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored, rearranged)
+    return Vouched(catalog.root, {name: entries[name] for name in read if name in entries}, stored, rearranged)
 
 
 def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
@@ -138,14 +138,14 @@ def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = 
         return
     names = sorted(set(names))
     read = manifest.files.keys() & {chunk.file for name in names for chunk in catalog.tensors[name].chunks}
-    others = manifest.files.keys() - holding
+    small_files = manifest.files.keys() - holding
     if not _is_small_part(catalog, names, manifest, read):
-        _require_files(catalog.root, manifest, others | read, do_all=do_all)
+        _require_files(catalog.root, manifest, small_files | read, do_all=do_all)
         return
-    _require_files(catalog.root, manifest, others, do_all=do_all)
+    _require_files(catalog.root, manifest, small_files, do_all=do_all)
     with CatalogReader(catalog) as reader:
-        found = dict(zip(names, do_all([partial(_digest_of, reader, name) for name in names]), strict=True))
-    Vouched(catalog.root, manifest.tensors, stored={name: (name,) for name in names}, lost="").check(found)
+        digests = dict(zip(names, do_all([partial(_digest_of, reader, name) for name in names]), strict=True))
+    Vouched(catalog.root, manifest.tensors, stored={name: (name,) for name in names}, lost="").check(digests)
 
 
 def _is_small_part(catalog: Catalog, names: Sequence[str], manifest: Manifest, files: Iterable[str]) -> bool:

@@ -43,26 +43,26 @@ def staged_output(
     When it fails, everything is removed; with `resume`, it is kept after an interrupt or a full disk. Raises
     CheckpointError before any work if another process is making `dst`.
     """
-    made = None
+    staged = None
     try:
         with deferred_signals():  # one within the claim would leave a folder without an owner
-            made = _claim(dst, fingerprint=fingerprint, resume=resume)
-        yield made
-        commit(made.folder)
-        shutil.rmtree(made.folder.parent, ignore_errors=True)
+            staged = _claim(dst, fingerprint=fingerprint, resume=resume)
+        yield staged
+        commit(staged.folder)
+        shutil.rmtree(staged.folder.parent, ignore_errors=True)
     except BaseException as error:
-        if made is None:
+        if staged is None:
             raise
         if not (resume and can_resume(error)):
-            shutil.rmtree(made.folder.parent, ignore_errors=True)
+            shutil.rmtree(staged.folder.parent, ignore_errors=True)
             raise
         if isinstance(error, CheckpointError):
             raise CheckpointError(error.message, hint=RESUME_HINT) from error
         error.add_note(RESUME_HINT)
         raise
     finally:
-        if made is not None:
-            made.journal.close()
+        if staged is not None:
+            staged.journal.close()
 
 
 def can_resume(error: BaseException) -> bool:
@@ -119,20 +119,20 @@ def _busy(dst: Path) -> CheckpointError:
 def _clear_others(root: Path, dst: Path, prefix: str) -> list[str]:
     """Remove what killed conversions to the same place left. Raises CheckpointError if one is still running."""
     remarks = []
-    for other in sorted(root.parent.glob(f"{prefix}*")):
-        if other == root or other.is_symlink() or not other.is_dir():
+    for stale in sorted(root.parent.glob(f"{prefix}*")):
+        if stale == root or stale.is_symlink() or not stale.is_dir():
             continue
         try:
-            journal = Journal(other / JOURNAL)
+            journal = Journal(stale / JOURNAL)
         except CheckpointError as error:
             if not (root / dst.name).exists():  # it has just been created
                 shutil.rmtree(root, ignore_errors=True)
             raise _busy(dst) from error
         except OSError:  # gone, or another user's
             continue
-        shutil.rmtree(other, ignore_errors=True)
+        shutil.rmtree(stale, ignore_errors=True)
         journal.close()
-        remarks.append(f"{other.name}, left by a conversion to {dst.name} of another plan that was killed, was removed")
+        remarks.append(f"{stale.name}, left by a conversion to {dst.name} of another plan that was killed, was removed")
     return remarks
 
 

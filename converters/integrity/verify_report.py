@@ -50,15 +50,15 @@ class VerifyReport:
         """The report in one clause."""
         if not self.ok:
             return "FAILED"
-        left = [check.name for check in self.checks if check.outcome in ("not possible", "not done")]
+        unchecked = [check.name for check in self.checks if check.outcome in ("not possible", "not done")]
         warned = [check.name for check in self.checks if check.outcome == "warning"]
         parts = [
-            _accepted(self.changes) if self.changes else "nothing wrong was found" if left else "all checks passed"
+            _accepted(self.changes) if self.changes else "nothing wrong was found" if unchecked else "all checks passed"
         ]
         if warned:
             parts.append(f"with warnings: {', '.join(warned)}")
-        if left:
-            parts.append(f"not checked: {', '.join(left)}")
+        if unchecked:
+            parts.append(f"not checked: {', '.join(unchecked)}")
         return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:

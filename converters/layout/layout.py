@@ -181,13 +181,13 @@ def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Fi
     Raises ConfigError if rows, which stay whole, are too few or too long for so many files.
     """
     total = sum(prod(info.shape) * itemsize(info.dtype) for info in tensors.values())
-    held: list[list[tuple[str, Box]]] = [[] for _ in range(num_files)]
+    files: list[list[tuple[str, Box]]] = [[] for _ in range(num_files)]
     number = filled = 0
     for fqn, info in tensors.items():
         size, row, num_rows = itemsize(info.dtype), 0, info.shape[0] if info.shape else 1
         row_bytes = prod(info.shape[1:]) * size
         if not row_bytes * num_rows:
-            held[number].append((fqn, Box.whole(info.shape)))
+            files[number].append((fqn, Box.whole(info.shape)))
             continue
         while row < num_rows:
             until = total * (number + 1) // num_files  # where this file ends, in bytes of all tensors
@@ -195,13 +195,13 @@ def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Fi
             rows = min(num_rows - row, fitting)
             if rows:
                 part = Box((row, *(0,) * len(info.shape[1:])), (rows, *info.shape[1:])) if info.shape else Box((), ())
-                held[number] += [(fqn, block) for block in row_blocks(part, size, SEED_CHUNK_BYTES)]
+                files[number] += [(fqn, block) for block in row_blocks(part, size, SEED_CHUNK_BYTES)]
                 row, filled = row + rows, filled + rows * row_bytes
             if rows == fitting and number < num_files - 1:
                 number += 1
-    if not all(held):
+    if not all(files):
         raise ConfigError(
             f"{total:,} bytes cannot be divided into {num_files:,} files",
-            hint=f"a row is not split between files, so {num_files - sum(map(bool, held)):,} would be empty",
+            hint=f"a row is not split between files, so {num_files - sum(map(bool, files)):,} would be empty",
         )
-    return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(held)}
+    return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(files)}

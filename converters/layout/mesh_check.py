@@ -76,14 +76,14 @@ def _fitting_ep(mesh: MeshShape, num: int, hidden: int, dim: int) -> str:
     whole = [ep for ep in range(1, num + 1) if num % ep == 0 and (ep > 1 or hidden % mesh.tp == 0)]
     fitting = [ep for ep in whole if not _misfit_of_ep(replace(mesh, ep=ep), num, hidden, dim)]
     nearest = sorted(sorted(fitting, key=lambda ep: abs(ep - mesh.ep))[:_NUM_NEAREST])
-    found = [", ".join(map(str, nearest))] if nearest else []
+    suggestions = [", ".join(map(str, nearest))] if nearest else []
     for times in range(2, mesh.dp_shard + 1):
-        dp_shard, rest = divmod(mesh.dp_shard, times)
-        other = replace(mesh, dp_shard=dp_shard, dp_replicate=mesh.dp_replicate * times)
-        if not rest and not _misfit_of_ep(other, num, hidden, dim):
-            found.append(f"dp_replicate={other.dp_replicate} with dp_shard={dp_shard}")
+        dp_shard, remainder = divmod(mesh.dp_shard, times)
+        replicated = replace(mesh, dp_shard=dp_shard, dp_replicate=mesh.dp_replicate * times)
+        if not remainder and not _misfit_of_ep(replicated, num, hidden, dim):
+            suggestions.append(f"dp_replicate={replicated.dp_replicate} with dp_shard={dp_shard}")
             break
-    return ", or ".join(found) or "none with the other degrees"
+    return ", or ".join(suggestions) or "none with the other degrees"
 
 
 def uneven_over_tp(args: ModelArgs, tp: int) -> str:

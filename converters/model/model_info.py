@@ -156,13 +156,13 @@ def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tu
         content = read_json(folder / name)
         with _naming_folder(folder):
             is_hf = name == HF_CONFIG
-            found = read_hf_config(split_config(content)[0])[1] if is_hf else read_meta_params(content, shapes)[1]
-        theirs, ours = _stated(found, name), _stated(args, name)
-        if odd := [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]:
+            file_args = read_hf_config(split_config(content)[0])[1] if is_hf else read_meta_params(content, shapes)[1]
+        file_values, values = _stated(file_args, name), _stated(args, name)
+        if differing := [key for key in {**values, **file_values} if file_values.get(key) != values.get(key)]:
             raise CheckpointError(
                 f"{folder}: {MODEL_INFO} and {name} describe different models:"
                 + list_offenders(
-                    [f"{key}: {ours.get(key)} in {MODEL_INFO}, {theirs.get(key)} in {name}" for key in odd]
+                    [f"{key}: {values.get(key)} in {MODEL_INFO}, {file_values.get(key)} in {name}" for key in differing]
                 ),
                 hint=f"titan reads {MODEL_INFO}; correct or remove the one that is wrong",
             )
@@ -253,7 +253,7 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any], dict[str
     field_names = {f.name for f in fields(family.args_type)}
     for key, value in LISTED_FOR_EVERY_FAMILY.items():  # a number of another family may only have its default
         if key not in field_names and numbers.get(key, value) is value:
-            numbers = {other: default for other, default in numbers.items() if other != key}
+            numbers = {number: default for number, default in numbers.items() if number != key}
     problems = [f"unknown  {key} = {str(value)[:40]}" for key, value in numbers.items() if key not in field_names]
     problems += [f"missing  {f.name}" for f in fields(ModelArgs)[:7] if f.name not in numbers]
     if problems:

@@ -17,7 +17,7 @@ def meta_parameters(family: Family, args: ModelArgs) -> dict[str, Parameter]:
 
     A tied model has its output, too.
     """
-    naming, found = family.namings["meta"], {}
+    naming, by_name = family.namings["meta"], {}
     parameters = family.parameters(replace(args, tied=False))
     by_native = rules_for((p.fqn for p in parameters), naming)
     for parameter in parameters:
@@ -27,8 +27,8 @@ def meta_parameters(family: Family, args: ModelArgs) -> dict[str, Parameter]:
             last = len(parameter.shape) - 1
             dim = {last: last - 1, last - 1: last}.get(dim, dim)
         for name in foreign.names:
-            found[name] = replace(parameter, fqn=name, shape=foreign.shape, tp_dim=dim)
-    return found
+            by_name[name] = replace(parameter, fqn=name, shape=foreign.shape, tp_dim=dim)
+    return by_name
 
 
 def as_loaded(shard: Catalog, stored: Sequence[StoredTensor]) -> Catalog:
@@ -48,21 +48,21 @@ def _taken_apart(entry: TensorEntry, stored: StoredTensor) -> dict[str, TensorEn
     if not entry.shape:
         return None
     if stored.stack:
-        rows, rest = divmod(entry.shape[0], stored.stack)
-        if rest or len(entry.shape) != 2:
+        rows, remainder = divmod(entry.shape[0], stored.stack)
+        if remainder or len(entry.shape) != 2:
             return None
         shape = (stored.stack, rows, entry.shape[1])
         strides = (rows * chunk.strides[0], *chunk.strides)
         (name,) = stored.parts
         return {name: TensorEntry(name, entry.dtype, shape, (replace(chunk, box=Box.whole(shape), strides=strides),))}
-    unit, rest = divmod(entry.shape[0], sum(stored.parts.values()))
-    if rest:
+    unit, remainder = divmod(entry.shape[0], sum(stored.parts.values()))
+    if remainder:
         return None
-    found, start = {}, 0
+    parts, start = {}, 0
     for name, number in stored.parts.items():
-        found[name] = _rows(entry, chunk, name, start, number * unit)
+        parts[name] = _rows(entry, chunk, name, start, number * unit)
         start += number * unit
-    return found
+    return parts
 
 
 def _rows(entry: TensorEntry, chunk: Chunk, name: str, start: int, count: int) -> TensorEntry:

@@ -48,8 +48,8 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
     candidates = plain + ([_nested(naming, nest) for naming in plain] if nest else [])
     scores = []
     for naming in candidates:
-        known = any_name(naming)
-        scores.append(sum(known.fullmatch(name) is not None for name in names))
+        pattern = any_name(naming)
+        scores.append(sum(pattern.fullmatch(name) is not None for name in names))
     if not names or max(scores) == 0:
         if any(map(_LITGPT.search, names)):
             folder = Path(where).parent if Path(where).suffix else Path(where)

@@ -70,8 +70,8 @@ def _outer_prefix(catalog: Catalog) -> str:
     """The prefix without which more of the weights' names are those of a model; "" for none."""
     names = [str(catalog.path_of(name)[-1]) for name in catalog.tensors if section_of(name) == "model"]
     alike = Counter(_NUMBER.sub(".0", name) for name in names)  # each name once for all layers
-    known, prefix = max(_num_known(alike), 1), ""
-    for _ in range(_MOST_OUTER if known < len(names) else 0):
+    most, prefix = max(_num_known(alike), 1), ""
+    for _ in range(_MOST_OUTER if most < len(names) else 0):
         heads: Counter[str] = Counter()
         for name, number in alike.items():
             head, dot, _rest = name.removeprefix(prefix).partition(".")
@@ -79,7 +79,7 @@ def _outer_prefix(catalog: Catalog) -> str:
         if not heads.total():
             break
         prefix += heads.most_common(1)[0][0] + "."
-        if _num_known({name.removeprefix(prefix): number for name, number in alike.items()}) > known:
+        if _num_known({name.removeprefix(prefix): number for name, number in alike.items()}) > most:
             return prefix
     return ""
 

@@ -38,11 +38,11 @@ class Fp8Encoder:
             require_in_range(self.scheme.weight_of(self.scales), amax, values)
             scales = scales_of(amax, power_of_two=self.scheme.power_of_two).astype(numpy_dtype(self.scale_dtype))
             first = (box.offsets[0] // block[0], box.offsets[1] // block[1])
-            place = Box(first, (scales.shape[0], scales.shape[1]))
+            scales_box = Box(first, (scales.shape[0], scales.shape[1]))
             num_moved, is_exact = 0, self.scheme.power_of_two or self.scale_dtype != "float32"
             exact = np.full(scales.shape, is_exact)
             if self.known is not None:
-                known = self.known(place)
+                known = self.known(scales_box)
                 wide = known.astype(np.float32)
                 if self.keeps_known:
                     fits = (np.isfinite(wide) & (wide >= 0)) & ~saturated(amax, wide)
@@ -55,7 +55,7 @@ class Fp8Encoder:
                     scales, exact = np.where(fits, known, scales), exact | fits
                 num_moved = int(np.count_nonzero(scales.astype(np.float32) != wide))
             codes = encode(values, amax, scales.astype(np.float32), block, exact=exact)
-            return Encoded(codes, box, scales, place, num_moved)
+            return Encoded(codes, box, scales, scales_box, num_moved)
 
     def _is_exact(self, box: Box, values: _Array, amax: _Array, scales: _Array) -> _Array:
         """A flag for each block: whether `scales` give it back bit for bit."""

@@ -43,16 +43,16 @@ class Mxfp4Encoder:
             require_in_range(self.scheme.weight_of(self.scales), amax, values)
             scales = scales_rounded_up(amax) if self.scheme.rounds_up else scales_rounded_down(amax)
             (*lead, column), (*counts, columns) = box.offsets, box.sizes
-            place = Box((*lead, column // BLOCK), (*counts, columns // BLOCK))
+            scales_box = Box((*lead, column // BLOCK), (*counts, columns // BLOCK))
             num_moved = 0
             if self.known is not None:
-                known = self.known(place)
+                known = self.known(scales_box)
                 if self.keeps_known:
                     scales = np.where(self._is_exact(values, known, where=known != scales), known, scales)
                 num_moved = int(np.count_nonzero(scales != known))
             codes = encode(values, scales)
-            codes_place = Box((*place.offsets, 0), codes.shape)
-            return Encoded(codes, codes_place, scales, place, num_moved)
+            codes_place = Box((*scales_box.offsets, 0), codes.shape)
+            return Encoded(codes, codes_place, scales, scales_box, num_moved)
 
     def _is_exact(self, values: _Array, scales: _Array, *, where: _Array) -> _Array:
         """A flag for each block: whether it is in `where`, and `scales` give it back bit for bit. Zeros are exact."""

@@ -39,12 +39,12 @@ class BlocksSource:
 
     def __init__(self, view: View):
         self._view = view
-        found = {fqn: _stored_blocks(expression) for fqn, expression in view.expressions.items()}
-        self.blocks: Mapping[str, StoredBlocks] = {fqn: blocks for fqn, blocks in found.items() if blocks}
+        blocks_of = {fqn: _stored_blocks(expression) for fqn, expression in view.expressions.items()}
+        self.blocks: Mapping[str, StoredBlocks] = {fqn: blocks for fqn, blocks in blocks_of.items() if blocks}
         tensors = dict(view.tensors)
         for fqn, stored in self.blocks.items():
-            *rest, rows, columns = view.tensors[fqn].shape
-            in_blocks = (*rest, num_blocks(rows, stored.block[0]), num_blocks(columns, stored.block[1]))
+            *lead, rows, columns = view.tensors[fqn].shape
+            in_blocks = (*lead, num_blocks(rows, stored.block[0]), num_blocks(columns, stored.block[1]))
             if stored.format == MXFP4:
                 tensors[CODES_OF + fqn] = TensorInfo("uint8", (*in_blocks, CODE_BYTES))
                 tensors[SCALES_OF + fqn] = TensorInfo("uint8", in_blocks)

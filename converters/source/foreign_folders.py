@@ -24,10 +24,10 @@ def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
         return UnsupportedError(
             f"{path}: written by torch_checkpointing, with one file for each item and rank, which is not supported",
             hint="torch joins the parts in as many processes, to a DCP checkpoint",
-            tries=_join(path, [n for n in names if (found := _RANK_ITEM.fullmatch(n)) and found[1] == "model"]),
+            tries=_join(path, [n for n in names if (match := _RANK_ITEM.fullmatch(n)) and match[1] == "model"]),
         )
-    own = path.parent if path.name == "zero" else path
-    if step := own if _is_deepspeed_step(own) else _deepspeed_step(path, names):
+    step_folder = path.parent if path.name == "zero" else path
+    if step := step_folder if _is_deepspeed_step(step_folder) else _deepspeed_step(path, names):
         return _of_deepspeed(step, step.parent, {p.name for p in step.iterdir()})
     if parts := [name for name in names if _ACCELERATE_RANK.fullmatch(name)]:
         return UnsupportedError(
@@ -36,7 +36,7 @@ def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
             "loaded in a job of as many ranks (`accelerate merge-weights` reads neither)",
             tries=_join(path, parts),
         )
-    if ranks := [found for name in names if (found := _VERL_RANK.fullmatch(name))]:
+    if ranks := [match for name in names if (match := _VERL_RANK.fullmatch(name))]:
         out = path.with_name(path.name + "-merged")
         return UnsupportedError(
             f"{path}: the parts of {ranks[0][1]} ranks of verl or SkyRL, which are not joined",
@@ -48,7 +48,7 @@ def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
 
 def _join(folder: Path, names: Collection[str]) -> list[str]:
     """The command with which torch writes the parts of DTensors, `<start><rank>.<suffix>`, as one DCP checkpoint."""
-    parts = [found for name in sorted(names) if (found := re.fullmatch(r"(.*?)(\d+)(\.\w+)", name))]
+    parts = [match for name in sorted(names) if (match := re.fullmatch(r"(.*?)(\d+)(\.\w+)", name))]
     if not parts or parts[0][3] == ".safetensors":
         return []
     start, _, suffix = parts[0].groups()

@@ -159,31 +159,31 @@ def _other_tokenizer(own: Mapping[str, Path], given: Mapping[str, Path]) -> list
     ]
 
 
-def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> ModelInfo:
-    """`own` with the files and token ids that it lacks and `given` has."""
-    if problems := _other_tokenizer(own.assets, given.assets):
+def _complete(info: ModelInfo, supplied: ModelInfo, root: Path, folder: Path) -> ModelInfo:
+    """`info` with the files and token ids that it lacks and `supplied` has."""
+    if problems := _other_tokenizer(info.assets, supplied.assets):
         raise ConfigError(
-            f"--model-from {place} has another tokenizer than {root}:" + list_offenders(problems),
+            f"--model-from {folder} has another tokenizer than {root}:" + list_offenders(problems),
             hint="remove the one that does not belong to the weights",
         )
     notes = []
-    added = {name: path for name, path in given.assets.items() if name not in own.assets}
-    ours, theirs = ({name for name in TOKENIZERS if name in info.assets} for info in (own, given))
-    if ours and theirs and not ours & theirs:  # of two kinds, which cannot be compared
+    added = {name: path for name, path in supplied.assets.items() if name not in info.assets}
+    kinds, supplied_kinds = ({name for name in TOKENIZERS if name in each.assets} for each in (info, supplied))
+    if kinds and supplied_kinds and not kinds & supplied_kinds:  # of two kinds, which cannot be compared
         added = {name: path for name, path in added.items() if name == HF_GENERATION_CONFIG}
-        notes.append(f"the tokenizer is the checkpoint's own ({', '.join(ours)}), not --model-from's")
-    others = sorted(name for name in given.assets.keys() & own.assets.keys() - set(TOKENIZERS))
-    if others := [name for name in others if not _same_content(own.assets[name], given.assets[name])]:
-        notes.append(f"--model-from has other contents in {', '.join(others)}; the checkpoint's own are used")
-    if (length := own.args.max_seq_len) != given.args.max_seq_len:
-        notes.append(f"max_seq_len is the checkpoint's own, {length}; --model-from has {given.args.max_seq_len}")
-    assets = {**own.assets, **added}
-    ids = {**own.token_ids, **_sure_ids(given), **_sure_ids(own)}
+        notes.append(f"the tokenizer is the checkpoint's own ({', '.join(kinds)}), not --model-from's")
+    differing = sorted(name for name in supplied.assets.keys() & info.assets.keys() - set(TOKENIZERS))
+    if differing := [name for name in differing if not _same_content(info.assets[name], supplied.assets[name])]:
+        notes.append(f"--model-from has other contents in {', '.join(differing)}; the checkpoint's own are used")
+    if (length := info.args.max_seq_len) != supplied.args.max_seq_len:
+        notes.append(f"max_seq_len is the checkpoint's own, {length}; --model-from has {supplied.args.max_seq_len}")
+    assets = {**info.assets, **added}
+    ids = {**info.token_ids, **_sure_ids(supplied), **_sure_ids(info)}
     return replace(
-        own,
+        info,
         assets=assets,
-        token_ids=read_token_ids(assets, vocab_size=own.args.vocab_size, config=ids),
-        notes=(*own.notes, *notes),
+        token_ids=read_token_ids(assets, vocab_size=info.args.vocab_size, config=ids),
+        notes=(*info.notes, *notes),
     )
 
 

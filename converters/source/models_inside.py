@@ -56,18 +56,18 @@ def choose_model(catalog: Catalog, select: str | None, *, otherwise: str | None 
         raise SeveralModels(catalog.place, {m: _describe(catalog, _inside(catalog, m, places)) for m in places})
     if select is None or (select == ROOT and not places):
         return catalog
-    asked = "" if select == ROOT else select
-    named = [place for place in places if place == asked] or [
-        p for p in places if asked and f"{p}.".startswith(f"{asked}.")
+    wanted = "" if select == ROOT else select
+    named = [place for place in places if place == wanted] or [
+        p for p in places if wanted and f"{p}.".startswith(f"{wanted}.")
     ]
     if len(named) != 1:
         what = "is no model" if not named else "is the beginning of several models"
-        known = ", ".join(place or ROOT for place in (named or places)) or "none"
+        listing = ", ".join(place or ROOT for place in (named or places)) or "none"
         raise ConfigError(
             f"{select} {what} of {catalog.place}",
-            hint=f"its models: {known}"
+            hint=f"its models: {listing}"
             if len(places) != 1
-            else f"it holds one model, {known}, so none need be selected",
+            else f"it holds one model, {listing}, so none need be selected",
         )
     if len(places) == 1:
         return catalog
@@ -92,8 +92,8 @@ def find_owners(optimizer: str, models: Sequence[str]) -> list[str]:
     """
     keys = optimizer.split(".")
     names = {re.sub(r"^_", "", IN_OPTIMIZER.sub("", key)) for key in keys}
-    own = {m: {key for key in m.split(".") if key and not key.isdecimal()} - _GENERIC for m in models}
-    owners = [model for model in models if own[model] & names]
+    keys_of = {m: {key for key in m.split(".") if key and not key.isdecimal()} - _GENERIC for m in models}
+    owners = [model for model in models if keys_of[model] & names]
     if not owners or len(owners) == len(models):
         place = dict_around(optimizer, models)
         owners = [place] if place in models else [model for model in models if is_inside(model, place)]
@@ -137,7 +137,7 @@ def _find_places(catalog: Catalog) -> list[str]:
     """
     if catalog.container == "meta":
         return []
-    known = _KnownNames()
+    names = _KnownNames()
     layers: dict[str, None] = {}
     ends: set[str] = set()
     places: dict[str, tuple[str, bool] | None] = {}  # of a name without numbers
@@ -146,9 +146,9 @@ def _find_places(catalog: Catalog) -> list[str]:
             continue
         alike = _NUMBER.sub(r"\1.0", name)
         if alike not in places:
-            places[alike] = _place_of(alike, known)
-        if found := places[alike]:
-            place, is_end = found
+            places[alike] = _place_of(alike, names)
+        if match := places[alike]:
+            place, is_end = match
             if is_end:
                 ends.add(place)
             else:
@@ -192,5 +192,5 @@ def _alike_dicts(catalog: Catalog) -> list[str]:
     for place, names in dicts.items():
         if len(names) >= _FEWEST_NAMES:
             alike.setdefault(frozenset(names), []).append(place)
-    found = max(alike.values(), key=len, default=[])
-    return found if len({re.sub(r"\d+", "0", place) for place in found}) > 1 else []
+    largest = max(alike.values(), key=len, default=[])
+    return largest if len({re.sub(r"\d+", "0", place) for place in largest}) > 1 else []

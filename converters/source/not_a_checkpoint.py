@@ -75,19 +75,19 @@ def _checkpoints_inside(path: Path, *, depth: int = 3) -> list[Path]:
     """Folders below `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500), oldest
     first; if LATEST (a link, or LATEST.txt) names a folder, those in it. Unfinished saves are left out.
     """
-    found = []
-    for place in sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink()):
-        if place.name.startswith(("optim", ".")) or (place / ".incomplete").exists():
+    checkpoints = []
+    for folder in sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink()):
+        if folder.name.startswith(("optim", ".")) or (folder / ".incomplete").exists():
             continue
-        marks = (*(place / mark for mark in (DCP_METADATA, *HF_ENTRIES)), *place.glob("shard-*-model-*.safetensors"))
+        marks = (*(folder / mark for mark in (DCP_METADATA, *HF_ENTRIES)), *folder.glob("shard-*-model-*.safetensors"))
         if any(mark.is_file() for mark in marks):
-            found.append(place)
+            checkpoints.append(folder)
         elif depth > 1:
-            found += _checkpoints_inside(place, depth=depth - 1)
+            checkpoints += _checkpoints_inside(folder, depth=depth - 1)
     link, text = path / "LATEST", path / "LATEST.txt"
     named = os.readlink(link) if link.is_symlink() else text.read_text(errors="replace") if text.is_file() else ""
     newest = path / Path(named.strip()).name
-    return [p for p in found if named and p.is_relative_to(newest)] or sorted(found, key=_numbers)
+    return [p for p in checkpoints if named and p.is_relative_to(newest)] or sorted(checkpoints, key=_numbers)
 
 
 def _numbers(place: Path) -> list[int]:

@@ -112,11 +112,11 @@ def _compare_with_manifest(catalog: Catalog, manifest: Manifest) -> None:
     listed = [catalog.root / name for name in manifest.files]
     refuse_links_out(catalog.root, [p for p in listed if p.parent != catalog.root or p.is_symlink()])
     claimed = {fqn: (t.dtype, t.shape) for fqn, t in manifest.tensors.items()}
-    found = {fqn: (t.dtype, t.shape) for fqn, t in catalog.tensors.items()}
+    actual = {fqn: (t.dtype, t.shape) for fqn, t in catalog.tensors.items()}
     odd = [
-        f"{fqn}: {_describe(found.get(fqn))} in the files, {_describe(claimed.get(fqn))} in {MANIFEST}"
-        for fqn in sorted(claimed.keys() | found.keys())
-        if claimed.get(fqn) != found.get(fqn)
+        f"{fqn}: {_describe(actual.get(fqn))} in the files, {_describe(claimed.get(fqn))} in {MANIFEST}"
+        for fqn in sorted(claimed.keys() | actual.keys())
+        if claimed.get(fqn) != actual.get(fqn)
     ]
     if odd:
         raise changed_since(catalog.root, odd)
@@ -147,16 +147,16 @@ def _open_folder(path: Path) -> Catalog:
         raise problem
     files = _sort_files(path, names)
     refuse_mixtures(path, names, files.entry)
-    found = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
-    if not found:
+    containers = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
+    if not containers:
         raise _no_weights(files, names)
-    if len(found) > 1 and (files.dcp_metadata or not files.entry or HF_CONFIG not in names):
+    if len(containers) > 1 and (files.dcp_metadata or not files.entry or HF_CONFIG not in names):
         # else transformers' order decides
         raise CheckpointError(
-            f"{path}: holds more than one checkpoint:{list_offenders(list(found.values()))}",
+            f"{path}: holds more than one checkpoint:{list_offenders(list(containers.values()))}",
             hint="keep each in its own folder",
         )
-    catalog = CONTAINERS[next(iter(found))].open_folder(files)
+    catalog = CONTAINERS[next(iter(containers))].open_folder(files)
     catalog.file = "" if files.entry else catalog.file  # errors need not add a usual name to the folder's
     refuse_other_torch_files(catalog, names)
     catalog.unread |= name_unread(catalog, names, entry=files.entry) | name_adapters(catalog, names)

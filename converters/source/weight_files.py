@@ -64,14 +64,14 @@ def refuse_mixtures(folder: Path, names: Collection[str], entry: str) -> None:
     shards = {name for name in weights if _SHARD.fullmatch(name)}
     whole = [name for name in (HF_SINGLE, TORCH_SINGLE) if name == entry]
     if shards:
-        others = {n for n in weights - shards if n.endswith(".safetensors") or n in HF_ENTRIES or _INDEX.fullmatch(n)}
+        rest = {n for n in weights - shards if n.endswith(".safetensors") or n in HF_ENTRIES or _INDEX.fullmatch(n)}
         _check_series(folder, shards)
     elif whole and not _is_named(folder):
-        shards, others = set(whole), {name for name in weights if _is_part(name, whole[0])}
+        shards, rest = set(whole), {name for name in weights if _is_part(name, whole[0])}
     else:
-        others = set()
-    if others:
-        shown = [*_fold_series(sorted(shards)), *_fold_series(sorted(others))]
+        rest = set()
+    if rest:
+        shown = [*_fold_series(sorted(shards)), *_fold_series(sorted(rest))]
         raise CheckpointError(
             f"{folder}: holds the weights twice, whole and in parts, maybe of two saves:{list_offenders(shown)}",
             hint="transformers mixes or prefers them without a word; move those that are not meant to another folder",
@@ -106,22 +106,23 @@ def refuse_other_torch_files(catalog: Catalog, names: Collection[str]) -> None:
     try:
         if TORCH_INDEX in names and TORCH_SINGLE not in names:
             read = torch_file.read_catalog
-            other = read_indexed(catalog.root, catalog.root / TORCH_INDEX, lambda at, name: read(at / name).tensors)
+            in_torch = read_indexed(catalog.root, catalog.root / TORCH_INDEX, lambda at, name: read(at / name).tensors)
         elif TORCH_SINGLE in names:
-            other = torch_file.read_catalog(catalog.root / TORCH_SINGLE).tensors
+            in_torch = torch_file.read_catalog(catalog.root / TORCH_SINGLE).tensors
         else:
             return
     except TitanError:  # it cannot be compared, and is not read either
         return
-    ours, patterns = catalog.tensors, [{_without_numbers(name) for name in each} for each in (catalog.tensors, other)]
+    tensors = catalog.tensors
+    patterns = [{_without_numbers(name) for name in each} for each in (tensors, in_torch)]
     problems = [
-        f"{name}: {list(ours[name].shape)} in safetensors, {list(other[name].shape)} in torch files"
-        for name in ours.keys() & other.keys()
-        if ours[name].shape != other[name].shape
+        f"{name}: {list(tensors[name].shape)} in safetensors, {list(in_torch[name].shape)} in torch files"
+        for name in tensors.keys() & in_torch.keys()
+        if tensors[name].shape != in_torch[name].shape
     ]
     problems += [
-        f"{name}: only in {'safetensors' if name in ours else 'torch files'}"
-        for name in ours.keys() ^ other.keys()
+        f"{name}: only in {'safetensors' if name in tensors else 'torch files'}"
+        for name in tensors.keys() ^ in_torch.keys()
         if _without_numbers(name) in patterns[0] & patterns[1]
     ]
     if problems:
@@ -153,13 +154,13 @@ def name_unread(catalog: Catalog, names: Iterable[str], *, entry: str) -> dict[s
     used = catalog.tensor_files | {entry}
     used |= {chunk.file for chunks in catalog.copies.values() for chunk in chunks}
     reason = f"transformers takes {entry}" if entry else f"the folder is read as {CONTAINERS[catalog.container].title}"
-    left = []
+    unnamed = []
     for name in sorted(names):
         suffix = Path(name).suffix
         is_weights = suffix in (*TORCH_SUFFIXES, ".safetensors", *FOREIGN) or _INDEX.fullmatch(name)
         if is_weights and name not in used and not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name):
-            left.append(name)
-    unread = dict.fromkeys(_fold_series(left), reason)
+            unnamed.append(name)
+    unread = dict.fromkeys(_fold_series(unnamed), reason)
     originals = sorted(path.name for path in (catalog.root / "original").glob(META_SHARD.format(index=0)[:-6] + "*"))
     if originals and catalog.container != "meta":
         unread["original/" + originals[0] + (f" and {len(originals) - 1} more" if originals[1:] else "")] = reason

@@ -155,14 +155,14 @@ def require_space(folder: Path, num_bytes: int) -> int:
 
     Raises CheckpointError if nothing can be written there, or less than `num_bytes`.
     """
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise CheckpointError(f"{folder}: {place} is not a folder", hint="nothing was written")
-    usage = shutil.disk_usage(place)
-    if not os.access(place, os.W_OK | os.X_OK) or not usage.total:  # /proc and /sys have no space, even for root
-        raise CheckpointError(f"{folder}: {place} is not writable", hint="nothing was written")
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise CheckpointError(f"{folder}: {existing} is not a folder", hint="nothing was written")
+    usage = shutil.disk_usage(existing)
+    if not os.access(existing, os.W_OK | os.X_OK) or not usage.total:  # /proc and /sys have no space, even for root
+        raise CheckpointError(f"{folder}: {existing} is not writable", hint="nothing was written")
     if usage.free < num_bytes:
         raise CheckpointError(
             f"{folder}: needs {format_bytes(num_bytes)}, {format_bytes(usage.free)} are free on that disk",

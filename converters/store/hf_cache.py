@@ -25,19 +25,19 @@ def snapshot_of(path: Path) -> Path:
     snapshots = path / _SNAPSHOTS
     if not ((path / _BLOBS).is_dir() and snapshots.is_dir()):
         return path
-    found = sorted(p for p in snapshots.iterdir() if p.is_dir())
+    folders = sorted(p for p in snapshots.iterdir() if p.is_dir())
     main = path / _REFS / "main"
     if main.is_file():
         commit = main.read_text(errors="replace").strip()
-        if any(p.name == commit for p in found):
+        if any(p.name == commit for p in folders):
             return snapshots / commit
-    if len(found) == 1:
-        return found[0]
-    what = f"{len(found)} snapshots, none of which is its branch main" if found else "no snapshot"
+    if len(folders) == 1:
+        return folders[0]
+    what = f"{len(folders)} snapshots, none of which is its branch main" if folders else "no snapshot"
     raise CheckpointError(
         f"{path}: a repository of the Hugging Face cache with {what}",
-        hint="name one of them" if found else "the download was interrupted; the same command resumes it",
-        tries=[str(p) for p in found[:8]],
+        hint="name one of them" if folders else "the download was interrupted; the same command resumes it",
+        tries=[str(p) for p in folders[:8]],
     )
 
 

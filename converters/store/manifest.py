@@ -97,11 +97,11 @@ def write_manifest(
     selected: str = "",
 ) -> Manifest:
     """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
-    known = dict(files or {})
-    found = {name: known.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
-    if absent := sorted(known.keys() - found.keys()):
+    computed = dict(files or {})
+    sums = {name: computed.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
+    if absent := sorted(computed.keys() - sums.keys()):
         raise CheckpointError(f"{folder}: files of the manifest are missing:{list_offenders(absent)}")
-    manifest = Manifest(dict(tensors), found, accepted, selected)
+    manifest = Manifest(dict(tensors), sums, accepted, selected)
     body = _dump(manifest)
     with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
         temporary.write_bytes(b'{"crc32": %d,\n' % crc32(body) + body)

@@ -68,7 +68,10 @@ def refuse_links_out(folder: Path, paths: Iterable[Path]) -> None:
         + list_offenders([f"{name} → {target}" for name, target in leading_out.items()]),
         hint="such a folder could have any file of yours read; if it is your own, give the folder of the files, or a"
         " copy with them",
-        tries=[*(str(place) for place in list(places)[:1] if len(places) == 1), f"cp -rL {folder} {folder}-copy"],
+        tries=[
+            *(str(place) for place in list(places)[:1] if len(places) == 1),
+            f"cp -rL {folder} {folder}-copy",
+        ],
     )
 
 

@@ -48,10 +48,10 @@ def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = No
     described, model = assets.get(TOKENIZER_JSON), assets.get(TIKTOKEN_MODEL)
     if described is None or model is None:
         return ""
-    found = compare_tokenizers(described, model)
-    problems: Sequence[str] = found.problems
+    compared = compare_tokenizers(described, model)
+    problems: Sequence[str] = compared.problems
     if not problems and meta_vocab_size is not None and looks_like_tiktoken(model):
-        problems = special_token_differences(found.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
+        problems = special_token_differences(compared.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
     return "; ".join(problems[:3])
 
 
@@ -108,14 +108,14 @@ def _are_all_splits(merges: Sequence[Any], ranks: Mapping[str, int]) -> bool:
     Then they are those of tiktoken (see merge_differences). This takes a third of a second for 128,000.
     """
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
-    made = [ranks.get(left + right, -1) for left, right in pairs]
-    if -1 in made or any(a > b for a, b in zip(made, made[1:], strict=False)) or len(set(pairs)) != len(pairs):
+    results = [ranks.get(left + right, -1) for left, right in pairs]
+    if -1 in results or any(a > b for a, b in zip(results, results[1:], strict=False)) or len(set(pairs)) != len(pairs):
         return False
     if not all(left in ranks and right in ranks for left, right in pairs):
         return False
     # Each listed pair is such a split, and none is repeated, so it is enough to count the splits
-    known = ranks.keys()
-    splits = sum([token[:i] in known and token[i:] in known for token in known for i in range(1, len(token))])
+    tokens = ranks.keys()
+    splits = sum([token[:i] in tokens and token[i:] in tokens for token in tokens for i in range(1, len(token))])
     return splits == len(pairs)
 
 
@@ -131,8 +131,8 @@ def _against_pieces(content: Mapping[str, Any], model: SentencePiece) -> list[st
         problems.append("it normalizes or splits text differently")
     if not described.get("byte_fallback"):
         problems.append("it does not encode unknown characters as bytes")
-    theirs = {text: id for id, (text, _, _) in enumerate(model.pieces)}
-    if problem := _other_vocabulary({t: id for t, id in described["vocab"].items() if id < len(theirs)}, theirs):
+    piece_ids = {text: id for id, (text, _, _) in enumerate(model.pieces)}
+    if problem := _other_vocabulary({t: id for t, id in described["vocab"].items() if id < len(piece_ids)}, piece_ids):
         return [*problems, problem]
     score_of = {text: score for text, score, _ in model.pieces}
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in described["merges"]]

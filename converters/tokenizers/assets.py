@@ -89,12 +89,12 @@ def find_documents(folder: Path) -> dict[str, Path]:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     if not any(_WEIGHTS.fullmatch(name) for name in names):
         return {}
-    found = {}
-    for place in (folder, folder / ASSETS_FOLDER):
-        for path in sorted(place.iterdir()) if place.is_dir() else []:
-            if path.name not in found and _is_document(folder, path):
-                found[path.name] = path
-    return found
+    documents = {}
+    for parent in (folder, folder / ASSETS_FOLDER):
+        for path in sorted(parent.iterdir()) if parent.is_dir() else []:
+            if path.name not in documents and _is_document(folder, path):
+                documents[path.name] = path
+    return documents
 
 
 def _is_document(folder: Path, path: Path) -> bool:
@@ -149,8 +149,8 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
     if model and (is_metas(assets) or in_metas_folder) and looks_like_tiktoken(model):
         return _ids_of_meta(assets, model, vocab_size)
     if model and is_metas(assets):
-        found = read_sentencepiece(model)
-        return found.token_ids() if found else {}
+        sentencepiece = read_sentencepiece(model)
+        return sentencepiece.token_ids() if sentencepiece else {}
     try:
         tokenizer = read_folder_tokenizer(assets, with_merges=False)
     except UnsupportedError:  # a remark of the report says why

@@ -237,14 +237,14 @@ def class_name(settings: Settings, config: Settings, *, is_byte_level: Callable[
         return GENERIC
     elif named and of_type and of_type != named:
         named = of_type if is_wrong or of_type == GENERIC else named
-    found = _known(named) if named else of_type
-    if found in OTHERS:
+    name = _known(named) if named else of_type
+    if name in OTHERS:
         which = f"the class {named}" if named else f"the class of {model_type} models"
         raise UnsupportedError(
             f"{which} of transformers, which reads this tokenizer, is not supported",
             hint=f"`tokenizer_class: {GENERIC}` in {TOKENIZER_CONFIG} takes tokenizer.json as it is",
         )
-    return found or GENERIC
+    return name or GENERIC
 
 
 def _known(name: str) -> str | None:

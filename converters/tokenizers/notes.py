@@ -20,10 +20,10 @@ def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
     path, notes = assets[TOKENIZER_JSON], []
     content, _ = read_tokenizer_json(path)
     vocab = content["model"]["vocab"]
-    known = {*(vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab))}
-    known |= {token["content"] for token in content["added_tokens"]}
-    found = read_folder_tokenizer(assets, with_merges=False).tokenizer.get_added_tokens_decoder()
-    if added := [f"{token.content} {id}" for id, token in sorted(found.items()) if token.content not in known]:
+    texts = {*(vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab))}
+    texts |= {token["content"] for token in content["added_tokens"]}
+    added_tokens = read_folder_tokenizer(assets, with_merges=False).tokenizer.get_added_tokens_decoder()
+    if added := [f"{token.content} {id}" for id, token in sorted(added_tokens.items()) if token.content not in texts]:
         more = f" and {len(added) - _MOST} more" if len(added) > _MOST else ""
         notes.append(
             f"{path} lacks tokens that the files beside it declare; their ids, as in transformers:"

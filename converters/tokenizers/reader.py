@@ -255,9 +255,11 @@ def _add_declared(
     tokenizer: Tokenizer, cls: TokenizerClass | None, declared: Declared, settings: dict[str, Any]
 ) -> dict[str, Token]:
     """Add what the folder declares as TokenizersBackend's constructor does. Returns the tokens that have a name."""
-    own = {key: settings[key] for key in (cls.defaults if cls else ()) if key.endswith("_token") and key not in ROLES}
+    defaults = {
+        key: settings[key] for key in (cls.defaults if cls else ()) if key.endswith("_token") and key not in ROLES
+    }
     named: dict[str, Token] = {key: settings[key] for key in ROLES if settings.get(key) is not None}
-    named |= {key: token for key, token in own.items() if isinstance(token, str)} | declared.named
+    named |= {key: token for key, token in defaults.items() if isinstance(token, str)} | declared.named
     extra = settings.get("extra_special_tokens", [])
     if "extra_special_tokens" not in settings:
         extra = [*(settings.get("additional_special_tokens") or []), *(cls.extra if cls else ())]
@@ -268,9 +270,9 @@ def _add_declared(
         if str(token) not in listed and token not in tokens:
             tokens.append(token)
     names = set(map(str, named.values()))
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if isinstance(token, str):
-            tokens[place] = AddedToken(token, special=True)
+            tokens[index] = AddedToken(token, special=True)
         elif not token.special and str(token) in names:
             token.special = True
     tokenizer.add_tokens(tokens)

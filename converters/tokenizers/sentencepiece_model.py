@@ -94,7 +94,7 @@ def require_exact(model: SentencePiece) -> None:
     """Raise UnsupportedError with every reason why no tokenizer.json gives the ids of a SentencePiece model."""
     kinds = {kind for _, _, kind in model.pieces}
     normal = [(text, score) for text, score, kind in model.pieces if kind == _NORMAL]
-    known, scores = {text for text, _ in normal}, [score for _, score in normal]
+    texts, scores = {text for text, _ in normal}, [score for _, score in normal]
     problems = []
     if model.model_type != BPE_TYPE:
         problems.append("it is not of type BPE")
@@ -106,7 +106,7 @@ def require_exact(model: SentencePiece) -> None:
         problems.append("it does not encode unknown characters as bytes")
     if len(set(scores)) != len(scores):
         problems.append("pieces share a score, so that their order is undefined")
-    if lost := {letter for text in known for letter in text} - known:
+    if lost := {letter for text in texts for letter in text} - texts:
         problems.append(f"{len(lost)} characters occur only inside of pieces")
     if not {model.control["bos"], model.control["eos"]} <= {text for text, _, kind in model.pieces if kind == CONTROL}:
         problems.append("it has no begin or no end of text")

@@ -61,17 +61,17 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
 
 def split_differences(content: Mapping[str, Any]) -> list[str]:
     """Differences from how Llama 3 splits text before merging; or 4, which is recognised by its number of tokens."""
-    model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
+    model, normalizer, pre_tokenizer = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
     if model["type"] != "BPE":
         return [f"its model is {model['type']}, not BPE"]
     problems = [f"{key} = {model[key]!r}" for key, off in _OFF.items() if model.get(key) not in off]
     if normalizer is not None:
         problems.append(f"it normalizes text ({normalizer['type']}) before it splits it")
-    steps = cutter["pretokenizers"] if cutter and cutter["type"] == "Sequence" else [cutter]
+    steps = pre_tokenizer["pretokenizers"] if pre_tokenizer and pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     letters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     pattern = pattern_of(len(model["vocab"].keys() - {token["content"] for token in content["added_tokens"]}))
-    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    if not (len(steps) == 2 and steps[0] == cut and letters.items() <= (steps[1] or {}).items()):
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    if not (len(steps) == 2 and steps[0] == split and letters.items() <= (steps[1] or {}).items()):
         problems.append(f"it does not split text by Llama {3 if pattern == LLAMA3_PATTERN else 4}'s pattern")
     return problems
 
@@ -114,13 +114,13 @@ def merge_differences(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whol
     newest = strange = 0
     for merge in merges:
         left, right = _pair(merge)
-        made = ranks.get(left + right)
-        if made is None or left not in ranks or right not in ranks:
+        rank = ranks.get(left + right)
+        if rank is None or left not in ranks or right not in ranks:
             strange += 1
-        elif made < newest:
+        elif rank < newest:
             return ["its merges are not in the order of their tokens"]
         else:
-            newest = made
+            newest = rank
             listed.add(_number(left, right, ranks))
     if strange:
         return [f"{strange} merges do not result in a token"]

@@ -197,8 +197,8 @@ def _without_tokens(special: Sequence[str], pattern: str, *, first_id: int) -> d
         ]
     )
     content: dict[str, Any] = json.loads(tokenizer.to_str())
-    for place, token in enumerate(content["added_tokens"]):  # numbered from 0, because there are no other tokens here
-        token["id"] = first_id + place
+    for index, token in enumerate(content["added_tokens"]):  # numbered from 0, because there are no other tokens here
+        token["id"] = first_id + index
     return content
 
 

@@ -126,12 +126,12 @@ def tokenizes_differently(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 class _FolderTokenizer:
-    def __init__(self, found: "FolderTokenizer", assets: Mapping[str, Path], num_rows: int | None = None):
+    def __init__(self, folder: "FolderTokenizer", assets: Mapping[str, Path], num_rows: int | None = None):
         from converters.tokenizers.reader import library_errors
 
-        self._tokenizer, self._pieces_of, self._where = found.tokenizer, found.pieces_of, found.where
+        self._tokenizer, self._pieces_of, self._where = folder.tokenizer, folder.pieces_of, folder.where
         self._library_errors = library_errors
-        self._splits_special = found.settings.get("split_special_tokens") is True
+        self._splits_special = folder.settings.get("split_special_tokens") is True
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.base_size = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self._num_rows = self.vocab_size if num_rows is None else num_rows
@@ -140,9 +140,9 @@ class _FolderTokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.special_names = frozenset[str]() if self._splits_special else _special_names(self._tokenizer)
         self._special_text = None if self._splits_special else SpecialText(self._tokenizer)
-        with library_errors(found.where):
+        with library_errors(folder.where):
             self.prefix_ids, self.suffix_ids = _around_text(self._tokenizer.post_processor)
-        named = {key: (found.named.get(key), found.id_of(key)) for key in ("bos_token", "eos_token")}
+        named = {key: (folder.named.get(key), folder.id_of(key)) for key in ("bos_token", "eos_token")}
         settings = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
         self.ends = _document_ends(named, assets, settings, self.vocab_size)
 

@@ -20,8 +20,8 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
     Half a million Python strings for a Llama 3 would need more memory than the rest of a conversion.
     """
     raw = path.read_bytes() if path.is_file() else b""
-    if found := _MERGES.search(raw):
-        start, end = found.span(1)
+    if match := _MERGES.search(raw):
+        start, end = match.span(1)
         try:
             content = json.loads(raw[:start] + raw[end:])
             if content["model"]["merges"] == []:

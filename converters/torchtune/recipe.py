@@ -58,8 +58,8 @@ def require_model(info: ModelInfo) -> None:
     if scaling is not None and not isinstance(scaling, RopeScaling):
         problems.append(f"RoPE of type {rope_type(scaling)}: it has only llama3's")
     elif scaling is not None and scaling != RopeScaling(factor=scaling.factor):
-        known = describe_rope(RopeScaling(factor=scaling.factor))
-        problems.append(f"{describe_rope(scaling)}: it supports only another factor, as in {known}")
+        example = describe_rope(RopeScaling(factor=scaling.factor))
+        problems.append(f"{describe_rope(scaling)}: it supports only another factor, as in {example}")
     if args.attention_bias or args.mlp_bias:
         problems.append("biases of linear layers: its builders of Llama models have none")
     if problems:

@@ -100,12 +100,12 @@ def _special_tokens(info: ModelInfo, num_ranks: int) -> dict[str, int]:
         tokens = {t: num_ranks + i for i, t in enumerate(special_tokens_after(num_ranks, vocab_size=vocab_size))}
     first_free = max([num_ranks - 1, *tokens.values()]) + 1
     lacking = [token for token in _NEEDED if token not in tokens]
-    tokens |= {token: first_free + place for place, token in enumerate(lacking)}
-    homeless = [token for token in _NEEDED[:_NUM_SEEN] if tokens[token] >= vocab_size]
-    if homeless:
+    tokens |= {token: first_free + index for index, token in enumerate(lacking)}
+    out_of_range = [token for token in _NEEDED[:_NUM_SEEN] if tokens[token] >= vocab_size]
+    if out_of_range:
         raise UnsupportedError(
             f"a vocabulary of {vocab_size} has no room for tokens that torchtune's chat format needs:"
-            + list_offenders(homeless),
+            + list_offenders(out_of_range),
             hint=f"its tokenizer has {num_ranks} other tokens: is it the one of this model?",
         )
     return tokens

@@ -67,12 +67,12 @@ def block_amax(values: _Array, block: tuple[int, int]) -> _Array:
     for i, row in enumerate(row_starts):
         rows = bits[row : row + block[0]]
         stripe = max(1, _STRIPE_ELEMENTS // max(1, bits.shape[1]))
-        found = np.zeros(bits.shape[1], bits.dtype)
+        amax = np.zeros(bits.shape[1], bits.dtype)
         for first in range(0, len(rows), stripe):
-            np.maximum(found, (rows[first : first + stripe] & magnitude).max(axis=0), out=found)
-        largest[i] = found
-    found = np.maximum.reduceat(largest, list(column_starts), axis=1)
-    return found.view(values.dtype).astype(np.float32)
+            np.maximum(amax, (rows[first : first + stripe] & magnitude).max(axis=0), out=amax)
+        largest[i] = amax
+    amax = np.maximum.reduceat(largest, list(column_starts), axis=1)
+    return amax.view(values.dtype).astype(np.float32)
 
 
 def scales_of(amax: _Array, *, power_of_two: bool) -> _Array:

@@ -30,9 +30,10 @@ def check_words(context: typer.Context, config: str) -> None:
         )
     options = [config, *context.args] if name.startswith("--") else context.args
     for option in (word.partition("=")[0] for word in options if word.startswith("--")):
-        if others := [path for path, has in _options_beside_config(context) if option in has]:
+        if commands := [path for path, has in _options_beside_config(context) if option in has]:
             raise ConfigError(
-                f"{command} has no option {option}", tries=[f"{other} CONFIG {option}" for other in others]
+                f"{command} has no option {option}",
+                tries=[f"{each} CONFIG {option}" for each in commands],
             )
         if "." not in option and (near := difflib.get_close_matches(option, _options(context.command), 1, _SIMILAR)):
             raise ConfigError(f"{command} has no option {option}; did you mean {near[0]}?")

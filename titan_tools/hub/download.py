@@ -199,9 +199,9 @@ def _selected(repository: str, names: Sequence[str], selection: FileSelection) -
             f"{repository}: file names that point outside of the repository:" + list_offenders(outside)
         )
     if not selected:
-        held = list_offenders(names) if names else " nothing"
+        content = list_offenders(names) if names else " nothing"
         raise CheckpointError(
-            f"{repository}: no file is selected; the repository has{held}",
+            f"{repository}: no file is selected; the repository has{content}",
             hint="--include PATTERN selects other files",
         )
     return selected

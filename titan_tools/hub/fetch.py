@@ -67,8 +67,8 @@ def _append(
     stop: Event,
 ) -> None:
     # identity: byte positions in a compressed response would differ
-    asked = {**headers, "Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    with get_session().stream("GET", url, headers=asked) as response:
+    request_headers = {**headers, "Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    with get_session().stream("GET", url, headers=request_headers) as response:
         if response.is_error:
             response.read()
         hf_raise_for_status(response)

@@ -29,11 +29,11 @@ class Present:
 def compare(files: Sequence[RemoteFile], target: DownloadTarget, *, workers: int, progress: Progress) -> Present:
     """Read what earlier downloads have left of `files`, and compare it with size and checksum."""
     places = {file.name: target.places(file.name, file.etag) for file in files}
-    num_bytes = sum(_size(place) for found in places.values() for place in found)
+    num_bytes = sum(_size(path) for paths in places.values() for path in paths)
     with progress(num_bytes, CHECKING) as advance, ThreadPoolExecutor(workers) as pool:
-        jobs = {place: pool.submit(_is_whole, place, file, advance) for file in files for place in places[file.name]}
-        whole = {place for place, job in jobs.items() if job.result()}
-    bad = {name: [place for place in found if place not in whole] for name, found in places.items()}
+        jobs = {path: pool.submit(_is_whole, path, file, advance) for file in files for path in places[file.name]}
+        whole = {path for path, job in jobs.items() if job.result()}
+    bad = {name: [path for path in paths if path not in whole] for name, paths in places.items()}
     counted, missing = [], []
     for file in files:
         if whole.isdisjoint(places[file.name]):
@@ -42,7 +42,7 @@ def compare(files: Sequence[RemoteFile], target: DownloadTarget, *, workers: int
             missing.append(counted[-1])
         else:
             counted.append(replace(file, num_bytes_here=file.num_bytes))
-    return Present(tuple(counted), tuple(missing), {name: found for name, found in bad.items() if found})
+    return Present(tuple(counted), tuple(missing), {name: paths for name, paths in bad.items() if paths})
 
 
 def _is_whole(place: Path, file: RemoteFile, advance: Callable[[int], None]) -> bool:

@@ -25,7 +25,7 @@ def print_differences(report: DiffReport, *, every: bool) -> None:
     if len(shown) < len(rows):
         print(f"… and {len(rows) - len(shown):,} more lines (--every lists all)")
     for where in dict.fromkeys(report.not_compared.values()):
-        sections = (section for section, place in report.not_compared.items() if place == where)
+        sections = (section for section, reason in report.not_compared.items() if reason == where)
         print(f"not compared ({where}): {', '.join(sections)}")
     for text in report.notes:
         print(f"not counted: {text}")
@@ -43,17 +43,17 @@ def _folded(differences: Sequence[Difference]) -> list[tuple[object, ...]]:
     """
     order = {d.name: at for at, d in enumerate(differences)}
     states: dict[tuple[str, ...], list[Difference]] = {}
-    others = []
-    for one in differences:
-        if of_state := _STATE.fullmatch(one.name):
-            detail = _PLACE.sub("", one.detail)
-            key = (f"{of_state[1]}*.{of_state[2]}", one.kind, _DIMS.sub("[0]", _NUMBER.sub("0", detail)))
-            states.setdefault(key, []).append(replace(one, detail=detail))
+    plain = []
+    for difference in differences:
+        if of_state := _STATE.fullmatch(difference.name):
+            detail = _PLACE.sub("", difference.detail)
+            key = (f"{of_state[1]}*.{of_state[2]}", difference.kind, _DIMS.sub("[0]", _NUMBER.sub("0", detail)))
+            states.setdefault(key, []).append(replace(difference, detail=detail))
         else:
-            others.append(one)
-    found = fold(others, name=lambda d: d.name, alike=lambda d: (d.kind, _NUMBER.sub("0", d.detail)))
-    found += [(key[0] if len(held) > 1 else held[0].name, held) for key, held in states.items()]
-    return [_row(name, held) for name, held in sorted(found, key=lambda each: order[each[1][0].name])]
+            plain.append(difference)
+    groups = fold(plain, name=lambda d: d.name, alike=lambda d: (d.kind, _NUMBER.sub("0", d.detail)))
+    groups += [(key[0] if len(members) > 1 else members[0].name, members) for key, members in states.items()]
+    return [_row(name, members) for name, members in sorted(groups, key=lambda each: order[each[1][0].name])]
 
 
 def _row(name: str, held: Sequence[Difference]) -> tuple[object, ...]:

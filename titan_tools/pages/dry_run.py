@@ -29,11 +29,11 @@ def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: i
         from trainer.dry_run import dry_run  # the errors above do not need torch
 
         say(f"building rank {rank} and running a step")
-        found = dry_run(job, rank=rank)
+        report = dry_run(job, rank=rank)
     if as_json:
-        print_json(as_record(config, found))
+        print_json(as_record(config, report))
     else:
-        _print(job, found)
+        _print(job, report)
 
 
 def as_record(config: Config, found: "DryRun") -> dict[str, Any]:

@@ -15,26 +15,28 @@ _COLUMNS = ("dtype", "shape", "tensors", "chunks", "bytes")
 _MOST_VALUE = 100  # characters of a value
 
 
-def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> None:
+def print_page(report: Inspection, values: Mapping[str, Any], *, every: bool) -> None:
     """Print an inspection. `every`: tensors under their full names, one line each."""
-    manifest = "with a manifest of titan's" if found.has_manifest else "no manifest"
-    print(f"{found.path}: {CONTAINERS[found.container].title}, {found.naming} names, {manifest}")
-    for line in _describe_model(found):
+    manifest = "with a manifest of titan's" if report.has_manifest else "no manifest"
+    print(f"{report.path}: {CONTAINERS[report.container].title}, {report.naming} names, {manifest}")
+    for line in _describe_model(report):
         print(wrapped(line, sys.stdout, indent=0 if line.startswith(" ") else 7))
-    for text in found.notes:
+    for text in report.notes:
         print(f"note:  {text}")
-    if found.quantization:
-        print(f"{found.quantization['method'] + ':':<6} {_quantization(found.quantization)}")
-        for text in found.quantization["problems"]:
-            print(f"{found.quantization['method'] + ':':<6} warning: {' '.join(text.split())}")
-    if found.step is not None:
-        print(f"step:  {found.step:,}")
-    sizes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())
-    print(f"size:  {found.num_parameters:,} parameters ({sizes})")
-    whole = f"{format_bytes(found.num_bytes)} in {count(found.num_files, 'file')}, {count(found.num_chunks, 'chunk')}"
+    if report.quantization:
+        print(f"{report.quantization['method'] + ':':<6} {_quantization(report.quantization)}")
+        for text in report.quantization["problems"]:
+            print(f"{report.quantization['method'] + ':':<6} warning: {' '.join(text.split())}")
+    if report.step is not None:
+        print(f"step:  {report.step:,}")
+    sizes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in report.dtypes.items())
+    print(f"size:  {report.num_parameters:,} parameters ({sizes})")
+    whole = (
+        f"{format_bytes(report.num_bytes)} in {count(report.num_files, 'file')}, {count(report.num_chunks, 'chunk')}"
+    )
     print(f"       {whole}\n")
-    for section in sorted({line.section: None for line in found.lines}, key=lambda name: name != "model"):
-        lines = [line for line in found.lines if line.section == section]
+    for section in sorted({line.section: None for line in report.lines}, key=lambda name: name != "model"):
+        lines = [line for line in report.lines if line.section == section]
         title = "weights" if section == "model" else section
         table((title, *_COLUMNS), _rows(lines, every=every))
         print()
@@ -42,15 +44,15 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
         table(("value", ""), [(name, _shown(value)) for name, value in values.items()])
 
 
-def _describe_model(found: Inspection) -> list[str]:
+def _describe_model(report: Inspection) -> list[str]:
     lines = []
-    if found.model:
-        m = dict(found.model)
+    if report.model:
+        m = dict(report.model)
         heads = f"{m['num_heads']} heads ({m['num_kv_heads']} for keys and values) of {m['head_dim']}"
         tied = "output tied to the embedding" if m["tied"] else "output of its own"
         lines.append(
             f"model: {_family(m)}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
-            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in found.parts)
+            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in report.parts)
         )
         scaling, scaled = m["rope_scaling"], ""
         if scaling and "rope_type" in scaling:
@@ -64,12 +66,12 @@ def _describe_model(found: Inspection) -> list[str]:
             f"       RoPE theta {m['rope_theta']:,.10g}{scaled}; norm epsilon {m['norm_eps']:g}; "
             f"at most {m['max_seq_len']:,} tokens"
         )
-    elif not found.model_problem:
+    elif not report.model_problem:
         lines.append(
             "model: unknown; no titan_model.json, config.json or params.json describes it (--model-from gives one)"
         )
-    if found.model_problem:
-        lines.append(f"model: warning: {found.model_problem}")
+    if report.model_problem:
+        lines.append(f"model: warning: {report.model_problem}")
     return lines
 
 

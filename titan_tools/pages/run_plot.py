@@ -115,12 +115,12 @@ def _draw(axes: Any, panel: Panel, runs: Mapping[str, Mapping[str, Curve]]) -> N
 
     values: list[float] = []
     for number, of_run in enumerate(runs.values()):
-        for place, line in enumerate(panel.lines):
+        for index, line in enumerate(panel.lines):
             if not (curve := of_run.get(line.metric)):
                 continue
             # Of one run each line has a color of its own, of several each run has
-            color = _color(place if len(runs) == 1 else number)
-            has_points = max(len(other.get(line.metric, ())) for other in runs.values()) <= _FEW
+            color = _color(index if len(runs) == 1 else number)
+            has_points = max(len(curves.get(line.metric, ())) for curves in runs.values()) <= _FEW
             values += _draw_curve(axes, curve, line, color, has_points=has_points, is_noisy=panel.is_noisy)
     if len(runs) == 1 and panel.title == "expert load":
         _draw_layers(axes, next(iter(runs.values())))

@@ -202,13 +202,13 @@ def _print_folded(
     from rich.text import Text
 
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-    for place, is_number, least in shown:
+    for column, is_number, least in shown:
         if is_number:
-            grid.add_column(columns[place], justify="right", no_wrap=True)
+            grid.add_column(columns[column], justify="right", no_wrap=True)
         else:
-            grid.add_column(columns[place], overflow="fold", min_width=least)
+            grid.add_column(columns[column], overflow="fold", min_width=least)
     for row in rows:
-        grid.add_row(*(Text(row[place]) for place, _, _ in shown))
+        grid.add_row(*(Text(row[column]) for column, _, _ in shown))
     Console(file=sys.stdout, highlight=False).print(grid)
 
 

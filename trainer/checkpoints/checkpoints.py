@@ -145,11 +145,11 @@ class Checkpoints:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
         require_seen(path, self._group)
         if self._settings.initial_load_model_only:
-            found = load_weights(path, state, info=self._info, settings=self._settings, group=self._group)
-            self._keep_fields(found)
-            if text := dropout_note(found, path):
+            saved_info = load_weights(path, state, info=self._info, settings=self._settings, group=self._group)
+            self._keep_fields(saved_info)
+            if text := dropout_note(saved_info, path):
                 note(text)
-            if left_out := left_out_of_checkpoints(found, self._info):
+            if left_out := left_out_of_checkpoints(saved_info, self._info):
                 note(f"not copied from {path} into this run's checkpoints: {', '.join(left_out)}")
         else:
             select = self._settings.initial_load_select

@@ -283,12 +283,12 @@ def _fits_in_memory(wanted: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 
     Tensors on a CPU count twice: their own memory takes none before it is written to.
     """
-    own = sum(
+    num_local_bytes = sum(
         local_part(value).numel() * itemsize(tensors[fqn].dtype) * (1 if value.is_cuda else 2)
         for fqn, value in wanted.items()
         if isinstance(value, torch.Tensor)
     )
-    nodes = on_each(group, lambda: (machine_identity(), own, available_bytes() or 0))
+    nodes = on_each(group, lambda: (machine_identity(), num_local_bytes, available_bytes() or 0))
     needed: Counter[tuple[str, str, str]] = Counter()
     for node, num_bytes, _ in nodes:
         needed[node] += num_bytes

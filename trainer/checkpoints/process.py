@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     serve(own, Connection(own.pipe))
 
 
-def serve(own: WriterArguments, pipe: Connection) -> None:
+def serve(args: WriterArguments, pipe: Connection) -> None:
     """Write each step that arrives; answer with None once it is committed, else with the error."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -56,7 +56,7 @@ def serve(own: WriterArguments, pipe: Connection) -> None:
     from trainer.checkpoints.write import save_step
     from trainer.ranks.process_group import CHECKPOINT_TIMEOUT
 
-    memory = SharedMemory(own.memory)
+    memory = SharedMemory(args.memory)
     group: dist.ProcessGroup | None = None
     while True:
         try:
@@ -65,9 +65,9 @@ def serve(own: WriterArguments, pipe: Connection) -> None:
             return
         try:
             if group is None:
-                store = TCPStore(own.host, own.port, is_master=False, timeout=timedelta(minutes=5))
+                store = TCPStore(args.host, args.port, is_master=False, timeout=timedelta(minutes=5))
                 dist.init_process_group(
-                    "gloo", store=store, timeout=CHECKPOINT_TIMEOUT, rank=own.rank, world_size=own.world_size
+                    "gloo", store=store, timeout=CHECKPOINT_TIMEOUT, rank=args.rank, world_size=args.world_size
                 )
                 group = dist.group.WORLD
                 assert group is not None

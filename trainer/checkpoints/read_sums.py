@@ -76,7 +76,7 @@ class ReadSums:
         rows = np.concatenate([ranges for ranges, _ in gathered])
         rows = np.unique(rows[rows[:, 0] % world == rank], axis=0)  # of this rank's share; sorted, the longest first
         is_same_range = (rows[1:, :3] == rows[:-1, :3]).all(axis=1)
-        unsteady = set().union(*(found for _, found in gathered), (names[n] for n in rows[1:][is_same_range, 0]))
+        unsteady = set().union(*(changed for _, changed in gathered), (names[n] for n in rows[1:][is_same_range, 0]))
         parts: dict[str, list[_Range]] = {}
         for number in range(rank, len(names), world):
             begin, end = np.searchsorted(rows[:, 0], (number, number + 1))
@@ -113,17 +113,17 @@ class ReadSums:
                 self._files[chunk.file].tails[start + num_bytes] = begin + length
 
 
-def _join(path: Path, known: _File, size: int) -> list[_Span]:
+def _join(path: Path, opened: _File, size: int) -> list[_Span]:
     """Ranges without overlap, each in one chunk, with the bytes around it; a single one if that is all of a file."""
     spans: list[_Span] = []
     with path.open("rb", buffering=0) as file:
-        for (start, length), crc in sorted(known.ranges.items()):
-            begin, end = known.heads.get(start, start), known.tails.get(start + length, start + length)
+        for (start, length), crc in sorted(opened.ranges.items()):
+            begin, end = opened.heads.get(start, start), opened.tails.get(start + length, start + length)
             if spans and begin < spans[-1].end:  # overlaps the range before it
                 continue
             head, tail = (os.pread(file.fileno(), b - a, a) for a, b in ((begin, start), (start + length, end)))
             span = _Span(begin, end, crc32(tail, join_crc32(crc32(head), crc, length)))
-            is_same_chunk = spans and begin == spans[-1].end and begin not in known.begins
+            is_same_chunk = spans and begin == spans[-1].end and begin not in opened.begins
             spans[-1:] = [_joined(spans[-1], span)] if is_same_chunk else [*spans[-1:], span]
     follows = [(before.end, after.start) for before, after in zip(spans, spans[1:], strict=False)]
     if spans and spans[0].start == 0 and spans[-1].end == size and all(end == start for end, start in follows):
@@ -149,17 +149,17 @@ def _cover(size: int, rows: Iterable[list[int]]) -> Iterator[_Range]:
 
 def _sum_unread(folder: Path, parts: Mapping[str, list[_Range]], group: dist.ProcessGroup) -> dict[str, int]:
     """CRC32 of each file of this rank's share, after all ranks together have read what none of them had."""
-    own = [(name, part) for name, ranges in parts.items() for part in ranges if part.crc32 is None]
-    unread = [each for share in on_each(group, lambda: own) for each in share]
+    local_parts = [(name, part) for name, ranges in parts.items() for part in ranges if part.crc32 is None]
+    unread = [each for share in on_each(group, lambda: local_parts) for each in share]
     rank, world = group.rank(), group.size()
     works = [partial(sum_range, folder / name, part.start, part.length) for name, part in unread[rank::world]]
-    found: dict[tuple[str, int], int] = {}
+    crcs: dict[tuple[str, int], int] = {}
     for reader, sums in enumerate(on_each(group, lambda: in_threads(works))):
-        found |= {(n, p.start): s.crc32 for (n, p), s in zip(unread[reader::world], sums, strict=True)}
+        crcs |= {(n, p.start): s.crc32 for (n, p), s in zip(unread[reader::world], sums, strict=True)}
     crc32s = {}
     for name, ranges in parts.items():
         crc = 0
         for part in ranges:
-            crc = join_crc32(crc, found[name, part.start] if part.crc32 is None else part.crc32, part.length)
+            crc = join_crc32(crc, crcs[name, part.start] if part.crc32 is None else part.crc32, part.length)
         crc32s[name] = crc
     return crc32s

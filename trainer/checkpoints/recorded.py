@@ -113,13 +113,13 @@ def _of_optimizer(value: Any, names: Collection[str]) -> dict[str, Any]:
     if not first:
         return {}
     group = {key: value(f"{first.removesuffix(ending)}.{key}") for key in _OF_GROUP}
-    found: dict[str, Any] = {_OF_GROUP[key]: number for key, number in group.items() if isinstance(number, int | float)}
-    if isinstance(kind := found.pop(OPTIMIZER_KIND, None), bool):
-        found[OPTIMIZER_KIND] = "AdamW" if kind else "Adam"
+    items: dict[str, Any] = {_OF_GROUP[key]: number for key, number in group.items() if isinstance(number, int | float)}
+    if isinstance(kind := items.pop(OPTIMIZER_KIND, None), bool):
+        items[OPTIMIZER_KIND] = "AdamW" if kind else "Adam"
     betas = value(first)
     if isinstance(betas, list | tuple) and len(betas) == 2:
-        found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
-    return found
+        items |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
+    return items
 
 
 _OF_GROUP = {  # torch's names of a group's settings

@@ -25,18 +25,18 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
     what they write beside it. The folder must exist on rank 0. Nothing is left behind.
     """
     name = on_first(group, lambda: f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
-    place = folder / name
+    visited_folder = folder / name
     try:
-        on_first(group, lambda: _make_token(place))
-        problems = on_each(group, lambda: _visit(place, group.rank()))
+        on_first(group, lambda: _make_token(visited_folder))
+        problems = on_each(group, lambda: _visit(visited_folder, group.rank()))
         visited = [rank for rank, problem in enumerate(problems) if not problem]
-        for lost in on_first(group, lambda: _missing(place, visited)):
+        for lost in on_first(group, lambda: _missing(visited_folder, visited)):
             problems[lost] = "what it writes there does not reach rank 0"
         what = f"{folder} is not one folder that all nodes can write to"
         _refuse(what, problems, folder, group, tries=["--job.dump_folder SHARED_FOLDER"])
     finally:
         if group.rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(visited_folder, ignore_errors=True)
 
 
 def require_seen(path: Path, group: dist.ProcessGroup) -> None:

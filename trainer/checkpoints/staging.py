@@ -131,9 +131,9 @@ def take_snapshot(nested: Mapping[str, Any], memory: HostMemory | SharedMemory, 
             tensors[item.index] = tensor
             offsets[item.index] = end
             end += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-    place = memory.get(end)
+    buffer = memory.get(end)
     for index, tensor in tensors.items():
-        _view(place, offsets[index], tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
+        _view(buffer, offsets[index], tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.current_stream().synchronize()
     return Snapshot(plan, offsets, values, end)

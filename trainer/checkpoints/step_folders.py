@@ -68,11 +68,11 @@ def refuse_foreign(folder: Path) -> None:
         raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
     if not folder.is_dir() or list_steps(folder) or steps_aside(folder):
         return
-    ours = (TEMPORARY_PREFIX, RUN_LOCK)
-    found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(ours))
-    if found:
+    own_names = (TEMPORARY_PREFIX, RUN_LOCK)
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(own_names))
+    if names:
         raise CheckpointError(
-            f"{folder} holds no checkpoint of a run, but other files:" + list_offenders(found, most=5),
+            f"{folder} holds no checkpoint of a run, but other files:" + list_offenders(names, most=5),
             hint="a run saves to, and resumes from, folders named exactly step-<n>",
             tries=[
                 "--checkpoint.folder NEW_FOLDER",

@@ -86,15 +86,15 @@ def error_of_import(error: BaseException) -> tuple[ExtensionError, str] | None:
     """
     for link in _chain(error):
         frames = traceback.extract_tb(link.__traceback__)
-        theirs = [frame for frame in frames if _is_imported(frame.filename)]
-        if theirs:
-            raised_elsewhere = [] if frames[-1] is theirs[-1] else frames[-1:]
-            lines = traceback.format_list([*theirs, *raised_elsewhere]) + traceback.format_exception_only(link)
-            where = f"{theirs[-1].filename}:{theirs[-1].lineno}"
+        user_frames = [frame for frame in frames if _is_imported(frame.filename)]
+        if user_frames:
+            raised_elsewhere = [] if frames[-1] is user_frames[-1] else frames[-1:]
+            lines = traceback.format_list([*user_frames, *raised_elsewhere]) + traceback.format_exception_only(link)
+            where = f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
             return _shown(link, where), "Traceback in your module:\n" + "".join(lines)
-    said = [f"{file}:{line}" for file, line in _NAMED_LINE.findall(str(error)) if _is_imported(file)]
-    if said:  # what torch.compile says of code that it traced
-        return _shown(error, said[-1]), "".join(traceback.format_exception_only(error))
+    named_lines = [f"{file}:{line}" for file, line in _NAMED_LINE.findall(str(error)) if _is_imported(file)]
+    if named_lines:  # what torch.compile says of code that it traced
+        return _shown(error, named_lines[-1]), "".join(traceback.format_exception_only(error))
     if where := _definition(error):
         return _shown(error, where), "".join(traceback.format_exception(error))
     return None

@@ -30,8 +30,8 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     """
     settings = _as_meant(_read(source))
     typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_unknown_key)
-    found = [(setting, problem_of(key, setting)) for key, setting in [*settings.items(), *typed.items()]]
-    problems = [f"{setting.origin}: {problem}" for setting, problem in found if problem] + typed_problems
+    checked = [(setting, problem_of(key, setting)) for key, setting in [*settings.items(), *typed.items()]]
+    problems = [f"{setting.origin}: {problem}" for setting, problem in checked if problem] + typed_problems
     merged = settings | typed
     good = {key: setting for key, setting in merged.items() if key not in REFUSED and not problem_of(key, setting)}
     values = {key: fit(_kind_of(key), setting.value) for key, setting in good.items()}
@@ -124,20 +124,20 @@ def _unknown_key(key: str) -> str:
         return f"there is no such key any more: {GONE[key][1]}"
     if extension := _extension(key):
         return extension
-    known = [*kinds(), *REFUSED]
+    keys = [*kinds(), *REFUSED]
     section, _, last = key.rpartition(".")
     if key in sections():
         return f"that is a section; its keys: {', '.join(name for name in kinds() if name.rpartition('.')[0] == key)}"
     if key in _SHORT:
         return f"no such key; did you mean `{_SHORT[key]}`?"
-    same_name = [name for name in known if name.rpartition(".")[2] == last]
+    same_name = [name for name in keys if name.rpartition(".")[2] == last]
     if section == "model" and not same_name:
-        of_model = {name.rpartition(".")[2]: name for name in known if name.startswith("model.")}
+        of_model = {name.rpartition(".")[2]: name for name in keys if name.startswith("model.")}
         near = [of_model[name] for name in difflib.get_close_matches(last, of_model, n=1, cutoff=0.7)]
         return f"no such key; did you mean `{near[0]}`?" if near else _NUMBERS_OF_MODEL
-    near = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    near = same_name or difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
     if not near:  # the section differs more than the name
-        last_names = {name.rpartition(".")[2]: name for name in reversed(known)}
+        last_names = {name.rpartition(".")[2]: name for name in reversed(keys)}
         near = [last_names[name] for name in difflib.get_close_matches(last, last_names, n=1, cutoff=0.7)]
     if near:
         return f"no such key; did you mean `{near[0]}`?"

@@ -86,8 +86,8 @@ def _of_model(file: Path, what: str, *, weights: str) -> ConfigError:
         return ConfigError(f"{what}: {error.message}", hint=f"{_TOML}; `titan models` lists the models", tries=())
     numbers = f"{args.num_layers} layers, dim {args.dim}, {args.num_heads} heads, vocabulary {args.vocab_size:,}"
     message = f"{what}: its {file.name} is of a {family.name} model with {numbers}"
-    flavor, others = _nearest_flavor(family, args)
-    shaped = [key for key in others if key not in _WITHOUT_SHAPE]
+    flavor, differing = _nearest_flavor(family, args)
+    shaped = [key for key in differing if key not in _WITHOUT_SHAPE]
     if shaped:
         return ConfigError(
             message,
@@ -96,10 +96,10 @@ def _of_model(file: Path, what: str, *, weights: str) -> ConfigError:
             " registers others (docs/extend.md)",
             tries=_commands(*_words(family.name, flavor)),
         )
-    differs = f" but for {', '.join(others)}" if others else ""
+    differs = f" but for {', '.join(differing)}" if differing else ""
     words = _words(family.name, flavor)
     tries = _commands(*words)
-    if not others:
+    if not differing:
         tries.append(" ".join(["titan train", *words, f"--checkpoint.initial_load_path {shlex.quote(weights)}"]))
     return ConfigError(message, hint=f"{_TOML}; its numbers are those of flavor {flavor}{differs}", tries=tries)
 
@@ -125,18 +125,18 @@ def _described(file: Path) -> tuple[Family, ModelArgs]:
 def _nearest_flavor(family: Family, args: ModelArgs) -> tuple[str, list[str]]:
     """The flavor whose shapes are the same, else the one nearest in size; and its numbers that differ."""
     wanted = computed_numbers(args)
-    others = {}
-    for flavor, theirs in family.flavors.items():
-        found = computed_numbers(theirs)
-        others[flavor] = [key for key in wanted if wanted[key] != found.get(key) and key != "max_seq_len"]
+    differing = {}
+    for flavor, flavor_args in family.flavors.items():
+        numbers = computed_numbers(flavor_args)
+        differing[flavor] = [key for key in wanted if wanted[key] != numbers.get(key) and key != "max_seq_len"]
 
     def distance(flavor: str) -> tuple[bool, float, int]:
-        theirs = family.flavors[flavor]
-        size = (theirs.num_layers * theirs.dim**2) / (args.num_layers * args.dim**2)
-        return any(key not in _WITHOUT_SHAPE for key in others[flavor]), max(size, 1 / size), len(others[flavor])
+        flavor_args = family.flavors[flavor]
+        size = (flavor_args.num_layers * flavor_args.dim**2) / (args.num_layers * args.dim**2)
+        return any(key not in _WITHOUT_SHAPE for key in differing[flavor]), max(size, 1 / size), len(differing[flavor])
 
-    nearest = min(others, key=distance)
-    return nearest, others[nearest]
+    nearest = min(differing, key=distance)
+    return nearest, differing[nearest]
 
 
 def _words(family: str, flavor: str) -> list[str]:

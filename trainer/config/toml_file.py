@@ -39,8 +39,8 @@ def read_toml(path: Path, *, shown_as: str | None = None) -> dict[str, Setting]:
 
 def read_text(path: Path) -> str:
     """The file as text with plain newlines. Raises ConfigError if it is none, or something else than a config."""
-    if (other := not_a_config(str(path))) is not None:
-        raise other
+    if (problem := not_a_config(str(path))) is not None:
+        raise problem
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

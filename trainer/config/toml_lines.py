@@ -34,21 +34,21 @@ class Line:
 
 def read_lines(text: str) -> list[Line]:
     """Cut a valid TOML text up; the texts of all lines together are that text."""
-    lines, section, rest = [], "", text.splitlines(keepends=True)
+    lines, section, remaining = [], "", text.splitlines(keepends=True)
     number = 1
-    while rest:
-        taken = rest.pop(0)
-        header = _HEADER.match(taken)
+    while remaining:
+        statement = remaining.pop(0)
+        header = _HEADER.match(statement)
         if header:
             section = ".".join(part.strip(" \"'") for part in header[1].split("."))
-        values: dict[str, Any] | None = {} if header else _parse(taken)
+        values: dict[str, Any] | None = {} if header else _parse(statement)
         while values is None:
-            taken += rest.pop(0)
-            values = _parse(taken)
+            statement += remaining.pop(0)
+            values = _parse(statement)
         prefix = f"{section}." if section else ""
         flat = {prefix + key: value for key, value in flatten(values).items()}
-        lines.append(Line(taken, section, number, flat, is_header=bool(header)))
-        number += taken.count("\n")
+        lines.append(Line(statement, section, number, flat, is_header=bool(header)))
+        number += statement.count("\n")
     return lines
 
 
@@ -94,20 +94,20 @@ def _after_value(text: str) -> str:
 def moved(lines: list[Line], line: Line, key: str) -> list[Line]:
     """The statement at the end of another section, which is added after this one if the file does not have it."""
     section, _, name = key.rpartition(".")
-    index = next(i for i, other in enumerate(lines) if other is line)
+    index = next(i for i, each in enumerate(lines) if each is line)
     text = _NAME.sub(lambda found: name + found[3], line.text, count=1)
     new = Line(text if text.endswith("\n") else text + "\n", section, line.number, {key: line.values[line.key]})
-    left = lines[:index] + lines[index + 1 :]
-    if any(other.section == section and other.is_header for other in left):
-        place = 1 + max(i for i, other in enumerate(left) if other.section == section and _is_content(other))
-        return _joined(left, place, [new])
-    place = index
-    while place < len(left) and left[place].section == line.section and not left[place].is_header:
-        place += 1
-    while place and not left[place - 1].text.strip():
-        place -= 1
+    others = lines[:index] + lines[index + 1 :]
+    if any(each.section == section and each.is_header for each in others):
+        position = 1 + max(i for i, each in enumerate(others) if each.section == section and _is_content(each))
+        return _joined(others, position, [new])
+    position = index
+    while position < len(others) and others[position].section == line.section and not others[position].is_header:
+        position += 1
+    while position and not others[position - 1].text.strip():
+        position -= 1
     header = Line(f"[{section}]\n", section, line.number, {}, is_header=True)
-    return _joined(left, place, [Line("\n", line.section, line.number, {}), header, new])
+    return _joined(others, position, [Line("\n", line.section, line.number, {}), header, new])
 
 
 def _is_content(line: Line) -> bool:

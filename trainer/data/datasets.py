@@ -104,10 +104,10 @@ def open_mixture(
     ]
     first = next((part for part in opened if _tokenizer_of(part.source)), opened[0])
     digests = {part.name: _tokenizer_of(part.source) for part in opened}
-    other = [name for name, found in digests.items() if found and not found & digests[first.name]]
-    if other:
+    differing = [name for name, digest in digests.items() if digest and not digest & digests[first.name]]
+    if differing:
         raise DataError(
-            f"{first.name} and {', '.join(other)} were made with different tokenizers: ids would be ambiguous",
+            f"{first.name} and {', '.join(differing)} were made with different tokenizers: ids would be ambiguous",
             tries=[f"titan data prepare … --tokenizer {first.name}"],
         )
     return opened

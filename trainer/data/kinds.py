@@ -35,8 +35,8 @@ def data_problems(training: Training, validation: Validation, dims: MeshShape) -
         problems += _source_problems("validation", validation)
         if validation.dataset == C4 and validation.steps == -1:
             problems.append("validation.dataset = 'c4' would take weeks: set validation.steps, or use c4_validation")
-        seen = {path for path in (training.dataset_path, *dict(training.dataset_mix)) if path}
-        also = sorted(seen & {validation.dataset_path, *dict(validation.dataset_mix)})
+        trained = {path for path in (training.dataset_path, *dict(training.dataset_mix)) if path}
+        also = sorted(trained & {validation.dataset_path, *dict(validation.dataset_mix)})
         if also and training.dataset in TEXT_KINDS and validation.dataset in TEXT_KINDS:
             problems.append(
                 f"validation reads {', '.join(also)}, which is trained on; `titan data prepare` holds out a part of it"

@@ -54,12 +54,12 @@ def refuse_other_position(
         )
 
 
-def _refuse_other_cut(theirs: str, samples: CutSamples) -> None:
-    """Raise DataError if `theirs` is the fingerprint of the same sources, cut otherwise."""
-    seq_len = theirs.rpartition("/")[2]
+def _refuse_other_cut(saved: str, samples: CutSamples) -> None:
+    """Raise DataError if `saved` is the fingerprint of the same sources, cut otherwise."""
+    seq_len = saved.rpartition("/")[2]
     is_number = seq_len.isdecimal() and len(seq_len) <= len(str(sys.maxsize))
     cuts = [Cut(packing, int(seq_len)) for packing in get_args(Packing)] if is_number else []
-    was, now = next((cut for cut in cuts if samples.fingerprint_of(cut) == theirs), samples.cut), samples.cut
+    was, now = next((cut for cut in cuts if samples.fingerprint_of(cut) == saved), samples.cut), samples.cut
     tries = [f"--training.packing {was.packing}"] if was.packing != now.packing else []
     tries += ["--training.document_mask offsets"] if tries and was.packing == "best_fit" else []
     tries += [f"--training.seq_len {was.seq_len}"] if was.seq_len != now.seq_len else []
@@ -77,10 +77,10 @@ def _refuse_other_cut(theirs: str, samples: CutSamples) -> None:
         )
 
 
-def _refuse_other_data(theirs: str, ours: str) -> None:
-    if theirs == ours:
+def _refuse_other_data(saved: str, current: str) -> None:
+    if saved == current:
         return
-    (head, _, now), (their_head, _, was) = ours.rpartition("/"), theirs.rpartition("/")
+    (head, _, now), (their_head, _, was) = current.rpartition("/"), saved.rpartition("/")
     if head and head == their_head and now.endswith(STREAMS):
         raise DataError(
             f"the run was begun with {was}, and is to be resumed with {now}",
@@ -88,7 +88,7 @@ def _refuse_other_data(theirs: str, ours: str) -> None:
             tries=[f"--training.dataset_streams {was.removesuffix(STREAMS)}", RESTART_DATA],
         )
     raise DataError(
-        f"the data is not that of the checkpoint: fingerprint {ours} now, {theirs} then",
+        f"the data is not that of the checkpoint: fingerprint {current} now, {saved} then",
         hint="the text, its sources or their weights, the tokenizer, training.special_tokens or the index changed;"
         " going on would repeat or leave out samples",
         tries=[RESTART_DATA],

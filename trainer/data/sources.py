@@ -70,10 +70,10 @@ def find_files(
     for source in each_once(sources):
         if source.is_dir():
             endings = _in_folders(kinds)
-            found = list(_walk(source, endings, left_out=left_out))
-            if not found:
+            matches = list(_walk(source, endings, left_out=left_out))
+            if not matches:
                 raise DataError(f"{source}: no file in it ends in {', '.join(endings)}")
-            files += found
+            files += matches
         elif not source.exists():
             raise DataError(f"{source}: there is no such file or folder")
         elif not source.name.endswith(tuple(kinds)):
@@ -107,13 +107,13 @@ def standard_library(*, max_bytes: int) -> tuple[Path, list[Path]]:
         raise DataError(
             f"{root}: this Python has no sources of its standard library", tries=["titan data prepare FILES…"]
         )
-    taken, num_bytes = [], 0
+    chosen, num_bytes = [], 0
     for path in sorted(files, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest()):
         size = path.stat().st_size
         if num_bytes + size <= max_bytes:
-            taken.append(path)
+            chosen.append(path)
             num_bytes += size
-    return root, sorted(taken)
+    return root, sorted(chosen)
 
 
 def read_documents(
@@ -127,15 +127,15 @@ def read_documents(
     `skipped` is given, such documents are skipped and counted there. A truncated file is always an error, since the
     missing part is unknown.
     """
-    left, is_first = max_bytes, True
+    num_left, is_first = max_bytes, True
     for path in files:
         for document in _documents_of(path, text_key, skipped):
             content = document.content
             if not len(content):
                 continue
-            if left is not None:
-                left -= content.nbytes if isinstance(content, np.ndarray) else len(content.encode("utf-8"))
-                if left < 0:
+            if num_left is not None:
+                num_left -= content.nbytes if isinstance(content, np.ndarray) else len(content.encode("utf-8"))
+                if num_left < 0:
                     if is_first and max_bytes is not None and len((cut := _cut(document, max_bytes)).content):
                         yield cut
                     return

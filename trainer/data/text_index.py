@@ -77,8 +77,8 @@ def index_text(
 
     `identity` returns plain values that identify the documents. Called by all ranks; one does the work.
     """
-    place = preparation.once(lambda: _settle(name, identity(), documents, preparation, most_tokens))
-    return WholeText(open_index(place))
+    folder = preparation.once(lambda: _settle(name, identity(), documents, preparation, most_tokens))
+    return WholeText(open_index(folder))
 
 
 def identity_of(files: Sequence[Path]) -> list[Any]:
@@ -99,24 +99,24 @@ def _settle(
     refuse_no_tokenizer(name, preparation.tokenizer)
     assets = sorted((asset, digest_of(path)) for asset, path in find_assets(preparation.tokenizer).items())
     # a config.json that is not copied may imply the class
-    found = [VERSION, identity, assets, most_tokens, READER_VERSION, implied_class(find_assets(preparation.tokenizer))]
-    found += ["special tokens"] if preparation.special_tokens else []
-    key = xxhash.xxh3_128_hexdigest(json.dumps(found).encode())
-    place = preparation.folder / key
+    parts = [VERSION, identity, assets, most_tokens, READER_VERSION, implied_class(find_assets(preparation.tokenizer))]
+    parts += ["special tokens"] if preparation.special_tokens else []
+    key = xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+    folder = preparation.folder / key
     try:
         preparation.folder.mkdir(parents=True, exist_ok=True)
         with (preparation.folder / RUN_LOCK).open("a") as lock:
             lock_file(lock.fileno(), wait=True)  # of two runs that begin at once, one makes the index
-            if not _is_whole(place):
+            if not _is_whole(folder):
                 for left_over in preparation.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a run that was killed
                     shutil.rmtree(left_over, ignore_errors=True)
                 if two := tokenizer_note(preparation.tokenizer):
                     preparation.say(two)
-                preparation.say(f"making tokens of {name}; they stay in {place}")
-                _write(place, name, documents(), preparation, most_tokens)
+                preparation.say(f"making tokens of {name}; they stay in {folder}")
+                _write(folder, name, documents(), preparation, most_tokens)
     except OSError as error:
-        raise DataError(f"{place} cannot be written: {error.strerror}", hint="nothing is left of it") from error
-    return place
+        raise DataError(f"{folder} cannot be written: {error.strerror}", hint="nothing is left of it") from error
+    return folder
 
 
 def _is_whole(place: Path) -> bool:

@@ -33,9 +33,9 @@ def train_ranks(texts: Iterable[str], *, vocab_size: int) -> list[bytes]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=num_ranks, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    found = tokenizer.get_vocab_size()
-    if found != num_ranks:
-        most = found + NUM_SPECIAL
+    size = tokenizer.get_vocab_size()
+    if size != num_ranks:
+        most = size + NUM_SPECIAL
         raise DataError(
             f"the text is too small or too uniform for a vocabulary of {vocab_size}: it gives {most}",
             tries=[f"--vocab-size {most}"],

@@ -55,13 +55,13 @@ class VirtualStream:
             self._pending.append(next(self._documents))
         window = np.concatenate([ids for _, ids in self._pending])[: seq_len + 1]
         ends = np.cumsum([len(ids) for _, ids in self._pending])
-        left = seq_len
-        while len(self._pending[0][1]) <= left:
-            left -= len(self._pending.popleft()[1])
+        num_left = seq_len
+        while len(self._pending[0][1]) <= num_left:
+            num_left -= len(self._pending.popleft()[1])
         start, ids = self._pending[0]
-        if left:
-            start = start._replace(token=start.token + left)
-            self._pending[0] = start, ids[left:]
+        if num_left:
+            start = start._replace(token=start.token + num_left)
+            self._pending[0] = start, ids[num_left:]
         self.position = start._replace(samples=self.position.samples + 1)
         return window, ends[ends <= seq_len]
 

@@ -42,16 +42,16 @@ def selected_by_setting() -> Iterator[None]:
         raise SeveralModels(error.place, error.models, option="--checkpoint.initial_load_select ") from None
 
 
-def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
+def refuse_other_model(saved: ModelInfo, wanted: ModelInfo, path: Path) -> None:
     """Raise CheckpointError if the numbers differ, also those that do not affect shapes, such as rope_theta."""
-    theirs, ours = computed_numbers(found.args), defining_numbers(wanted.args)
+    saved_numbers, numbers = computed_numbers(saved.args), defining_numbers(wanted.args)
     problems = [
-        f"{name}: {theirs.get(name)} in the checkpoint, {ours[name]} in the config"
-        for name in ours
-        if theirs.get(name) != ours[name]
+        f"{name}: {saved_numbers.get(name)} in the checkpoint, {numbers[name]} in the config"
+        for name in numbers
+        if saved_numbers.get(name) != numbers[name]
     ]
-    if model_type(found) != model_type(wanted):
-        problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
+    if model_type(saved) != model_type(wanted):
+        problems.insert(0, f"family: {saved.family} in the checkpoint, {wanted.family} in the config")
     if problems:
         raise CheckpointError(
             f"{path} has another model than the config:" + list_offenders(problems),
@@ -111,10 +111,10 @@ def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
     """Raise ConfigError if the tokenizer is not the one that the data was made with."""
     if folder.resolve() == data.resolve():
         return
-    theirs, num_ours = load_tokenizer(folder), read_vocab_size(data)
-    if theirs.vocab_size != num_ours:
-        what = f"has {theirs.vocab_size:,} tokens, but training.dataset_path = {str(data)!r} was made with {num_ours:,}"
-    elif has_tokenizer(data) and tokenizes_differently(load_tokenizer(data), theirs):
+    loaded, num_ours = load_tokenizer(folder), read_vocab_size(data)
+    if loaded.vocab_size != num_ours:
+        what = f"has {loaded.vocab_size:,} tokens, but training.dataset_path = {str(data)!r} was made with {num_ours:,}"
+    elif has_tokenizer(data) and tokenizes_differently(load_tokenizer(data), loaded):
         what = f"has as many tokens as that of training.dataset_path = {str(data)!r}, but tokenizes text differently"
     else:
         return

@@ -136,7 +136,7 @@ def raise_all(errors: list[TitanError]) -> None:
         )
 
 
-def _checks(job: Job, found: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]]:
+def _checks(job: Job, inputs: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]]:
     """Checks, each with the config keys that it depends on."""
     config = job.config
     training, validation = config.training, config.validation
@@ -147,13 +147,13 @@ def _checks(job: Job, found: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]
             path,
             split=TRAIN if section == "training" else HELD_OUT,
             vocab_size=job.args.vocab_size,
-            tokenizer=found.tokenizer,
+            tokenizer=inputs.tokenizer,
             needs_offsets=job.documents.needs_offsets,
         )
 
-    yield ("training.document_mask",), partial(_check_end_token, found)
+    yield ("training.document_mask",), partial(_check_end_token, inputs)
     yield ("job.dump_folder",), partial(_check_folders, job)
-    yield ("model.hf_assets_path",), partial(_check_tokenizer, found)
+    yield ("model.hf_assets_path",), partial(_check_tokenizer, inputs)
     for section, settings in (("training", training), ("validation", validation)):
         if section == "validation" and not validation.enable:
             continue
@@ -163,8 +163,8 @@ def _checks(job: Job, found: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]
         for path in dict(settings.dataset_mix) or (settings.dataset_path,):
             yield keys, partial(check_data, settings.dataset, path, section)
         if settings.dataset == TOKENS:
-            yield keys, partial(_check_samples, found, settings)
-    yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, found)
+            yield keys, partial(_check_samples, inputs, settings)
+    yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, inputs)
 
 
 def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
@@ -214,15 +214,15 @@ def _check_exports(found: _Inputs) -> None:
     look_at_exports(folders, found.info, dtype=config.checkpoint.export_dtype)
 
 
-def _check_position(found: _Inputs, path: Path) -> None:
+def _check_position(inputs: _Inputs, path: Path) -> None:
     """The position in an index; that in a text is compared when it has been tokenized."""
-    job = found.job
+    job = inputs.job
     training, state = job.config.training, dict[str, Any]()
     with suppress(CheckpointError):  # a damaged file: loading takes the step before
         state = read_data_position(path)
     if training.dataset != TOKENS or job.documents.packing == "best_fit" or not state:
         return
-    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": found.documents}
+    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": inputs.documents}
     vocab_size = job.args.vocab_size
     samples: MixedSamples | SourceSamples
     if training.dataset_mix:
@@ -235,9 +235,9 @@ def _check_position(found: _Inputs, path: Path) -> None:
     refuse_other_position(state, expected, samples)
 
 
-def _check_samples(found: _Inputs, settings: Training | Validation) -> None:
+def _check_samples(inputs: _Inputs, settings: Training | Validation) -> None:
     """The sources of a mixture together, and the number of samples; packing them takes too long."""
-    job, config = found.job, found.job.config
+    job, config = inputs.job, inputs.job.config
     vocab_size, is_training = job.args.vocab_size, settings is config.training
     if settings.dataset_mix:
         sources = open_mixture(settings.dataset, settings.dataset_mix, vocab_size=vocab_size)
@@ -253,7 +253,7 @@ def _check_samples(found: _Inputs, settings: Training | Validation) -> None:
             TRAIN if is_training else HELD_OUT,
             seq_len=settings.seq_len,
             seed=job.seed,
-            documents=found.documents,
+            documents=inputs.documents,
         )
         if settings is config.validation:
             num_batches = samples.num_samples // batch_size
@@ -261,7 +261,7 @@ def _check_samples(found: _Inputs, settings: Training | Validation) -> None:
         refuse_too_few(samples, 1 if is_training and settings.dataset_mix else batch_size)
 
 
-def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
+def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Path | None]:
     """The job, with what it keeps of the checkpoint that it goes on from, and its path; None if the run is new."""
     config, settings = job.config, job.config.checkpoint
     folder, initial = Path(config.job.dump_folder) / settings.folder, initial_path(settings, config.model)
@@ -270,7 +270,7 @@ def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
     steps = steps_to_load(folder, list_steps(folder), settings.load_step) if settings.enable else []
     if not steps and not initial:
         return job, None
-    wanted, excluded = found.info, settings.exclude_from_loading
+    wanted, excluded = inputs.info, settings.exclude_from_loading
     problems = {path: size_problem(path) for path in (step_folder(folder, step) for step in steps)}
     whole = [path for path, problem in problems.items() if not problem]
     if whole and not has_intact_small_files(whole[0]):
@@ -289,7 +289,7 @@ def _check_start(job: Job, found: _Inputs) -> tuple[Job, Path | None]:
                 refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
                 whole = [initial]
     if whole and DATALOADER not in excluded:
-        _check_position(found, whole[0])
+        _check_position(inputs, whole[0])
     if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
         job = resumed_job(job, recorded, say=lambda line: None)
     return job, whole[0] if whole else None

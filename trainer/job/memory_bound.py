@@ -74,17 +74,17 @@ def require_on_ranks(job: Job, ranks: Ranks) -> None:
 
     from trainer.ranks.agree import on_each
 
-    device, own = ranks.device, ranks.agreement.rank()
+    device, rank = ranks.device, ranks.agreement.rank()
     if is_in_gpus(job, has_gpus=device.type == "cuda"):
         free = torch.cuda.mem_get_info(device)[0]
-        errors = on_each(ranks.agreement, lambda: _too_large(job, [own], free, place=f"the GPU of rank {own}"))
+        errors = on_each(ranks.agreement, lambda: _too_large(job, [rank], free, place=f"the GPU of rank {rank}"))
     else:
-        found = on_each(ranks.agreement, lambda: (machine_identity(), available_bytes()))
+        machines = on_each(ranks.agreement, lambda: (machine_identity(), available_bytes()))
         errors = []
-        for machine in dict.fromkeys(identity for identity, _ in found):
-            on_it = [rank for rank, (identity, _) in enumerate(found) if identity == machine]
-            known = [available for identity, available in found if identity == machine and available is not None]
-            errors.append(_too_large(job, on_it, min(known, default=None), place=machine[0]))
+        for machine in dict.fromkeys(identity for identity, _ in machines):
+            on_it = [number for number, (identity, _) in enumerate(machines) if identity == machine]
+            sizes = [available for identity, available in machines if identity == machine and available is not None]
+            errors.append(_too_large(job, on_it, min(sizes, default=None), place=machine[0]))
     if error := next(filter(None, errors), None):
         raise error
 

@@ -138,12 +138,12 @@ def _with_batch(job: Job, batch: int, recorded: Recorded, say: Callable[[str], N
             hint=f"{BATCH} is unset, so the run keeps its global batch",
             tries=tries,
         )
-    kept = _replaced(job, replace(job.config.training, global_batch_size=batch))
+    resumed = _replaced(job, replace(job.config.training, global_batch_size=batch))
     say(
-        f"{BATCH} = {batch} is kept from {recorded.path.name}: {kept.num_accumulated} forward and backward passes per"
-        f" step, of {local} samples on each of {degree} data-parallel rank{'s' if degree > 1 else ''}"
+        f"{BATCH} = {batch} is kept from {recorded.path.name}: {resumed.num_accumulated} forward and backward passes "
+        f"per step, of {local} samples on each of {degree} data-parallel rank{'s' if degree > 1 else ''}"
     )
-    return kept
+    return resumed
 
 
 def _local_batch(job: Job, batch: int) -> int | None:

@@ -70,16 +70,16 @@ def _checked(loss_sum: LossSum, name: str, logits: Tensor, targets: Tensor) -> T
     """A registered loss. Raises ExtensionError if it is not one number in fp32 that depends on the logits."""
     loss: Any = loss_sum(logits, targets)
     if not isinstance(loss, Tensor):
-        found = f"a {type(loss).__name__}"
+        returned = f"a {type(loss).__name__}"
     elif loss.ndim or loss.dtype not in (torch.float32, torch.float64):
-        found = f"a tensor of {str(loss.dtype).removeprefix('torch.')} of shape {list(loss.shape)}"
+        returned = f"a tensor of {str(loss.dtype).removeprefix('torch.')} of shape {list(loss.shape)}"
     elif logits.requires_grad and not loss.requires_grad:
-        found = "a number that does not depend on the logits"
+        returned = "a number that does not depend on the logits"
     else:
         return loss
     raise ExtensionError(
-        f"{where_defined(get_loss(name).loss_sum)}: loss {name!r} returned {found}, not the sum over tokens, one number"
-        " in fp32"
+        f"{where_defined(get_loss(name).loss_sum)}: loss {name!r} returned {returned}, not the sum over tokens, one "
+        "number in fp32"
     )
 
 

@@ -42,8 +42,8 @@ def initial_blocks(
     if len(parameter.shape) > 2:  # a stack of experts: each is drawn on its own, so that blocks stay small
         within = Box(box.offsets[1:], box.sizes[1:])
         for number in range(box.offsets[0], box.offsets[0] + box.sizes[0]):
-            one = replace(parameter, fqn=f"{parameter.fqn}/{number}", shape=parameter.shape[1:])
-            for inner, draw_part in initial_blocks(one, distribution, seed=seed, box=within, draw=draw):
+            member = replace(parameter, fqn=f"{parameter.fqn}/{number}", shape=parameter.shape[1:])
+            for inner, draw_part in initial_blocks(member, distribution, seed=seed, box=within, draw=draw):
                 yield Box((number, *inner.offsets), (1, *inner.sizes)), partial(_as_stack, draw_part)
         return
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, prod(parameter.shape[1:])))

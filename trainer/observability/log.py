@@ -47,9 +47,9 @@ def shown_ranks(world_size: int) -> frozenset[int]:
     except ValueError:
         ranks = frozenset([-1])  # rejected below
     if not ranks <= frozenset(range(world_size)):
-        known = f"0 to {world_size - 1}" if world_size > 1 else "0"
+        all_ranks = f"0 to {world_size - 1}" if world_size > 1 else "0"
         raise ConfigError(
-            f"LOG_RANK = {value!r} must list ranks whose log lines are shown; the ranks are {known}",
+            f"LOG_RANK = {value!r} must list ranks whose log lines are shown; the ranks are {all_ranks}",
             tries=["LOG_RANK=0", "unset LOG_RANK"],
         )
     return ranks

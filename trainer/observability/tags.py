@@ -28,8 +28,8 @@ def torchtitan_tags(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics by tags, grouped by what stands before the first slash. Other names stay."""
     tagged = {}
     for name, value in metrics.items():
-        first, slash, rest = name.partition("/")  # expert_load/layer_0, validation_loss/SOURCE
-        tagged[_TAGS.get(first, first) + slash + rest] = value
+        first, slash, suffix = name.partition("/")  # expert_load/layer_0, validation_loss/SOURCE
+        tagged[_TAGS.get(first, first) + slash + suffix] = value
     if "mfu" in metrics:
         tagged["mfu(%)"] = 100 * tagged.pop("mfu")
     if metrics.get("step_secs"):

@@ -67,17 +67,17 @@ class WandbSink:
         import wandb
 
         os.environ.setdefault("WANDB_LOGIN_TIMEOUT", str(_LOGIN_SECS))  # login does not see the settings of `init`
-        given: dict[str, Any] = {argument: os.environ.get(name) or None for argument, name in _VARIABLES.items()}
-        given["project"] = given["project"] or _PROJECT
-        given["id"] = given["id"] or run_id
-        given["tags"] = given["tags"].split(",") if given["tags"] else None
-        others: dict[str, Any] = {"dir": str(logged.dump_folder), "config": dict(logged.config)}
-        if not given["id"] or given["resume_from"] or given["fork_from"]:
-            self._run = wandb.init(**given, **others)
+        options: dict[str, Any] = {argument: os.environ.get(name) or None for argument, name in _VARIABLES.items()}
+        options["project"] = options["project"] or _PROJECT
+        options["id"] = options["id"] or run_id
+        options["tags"] = options["tags"].split(",") if options["tags"] else None
+        fixed: dict[str, Any] = {"dir": str(logged.dump_folder), "config": dict(logged.config)}
+        if not options["id"] or options["resume_from"] or options["fork_from"]:
+            self._run = wandb.init(**options, **fixed)
             return
         if logged.num_logged > logged.num_done:  # else these steps would be dropped: W&B's only count up
             try:
-                self._run = wandb.init(**given | {"resume_from": f"{given['id']}?_step={logged.num_done}"}, **others)
+                self._run = wandb.init(**options | {"resume_from": f"{options['id']}?_step={logged.num_done}"}, **fixed)
                 return
             except Exception as error:  # of whatever kind: not every server can
                 steps = f"{logged.num_done + 1} to {logged.num_logged}"
@@ -85,7 +85,7 @@ class WandbSink:
                     f"WARNING: Weights & Biases does not take back steps {steps}, which are run again, and keeps their"
                     f" first records: {_one_line(error)}"
                 )
-        self._run = wandb.init(**given, resume="allow", **others)
+        self._run = wandb.init(**options, resume="allow", **fixed)
 
     def _attempt(self, what: str, action: Callable[[], object]) -> None:
         try:

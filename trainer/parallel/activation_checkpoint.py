@@ -140,7 +140,7 @@ def _save_costly_operations() -> Any:
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    kept, products = _kept_operations(), _matrix_products()
+    saved, products = _kept_operations(), _matrix_products()
     num_products = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -149,7 +149,7 @@ def _save_costly_operations() -> Any:
             num_products[phase] += 1
             keep = num_products[phase] % 2 == 1
         else:
-            keep = operation in kept
+            keep = operation in saved
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -206,15 +206,15 @@ class _CudnnAttention(torch.autograd.Function):
             cudnn_backward(
                 gradient_BNCH,
                 q_BNCH,
-                k_BKEH[:, :, own],
-                v_BKEH[:, :, own],
+                k_BKEH[:, :, keys],
+                v_BKEH[:, :, keys],
                 out_BNCH,
                 sums_BNC1,
                 (random[2 * number], random[2 * number + 1]),
                 is_causal,
                 ctx.scale,
             )
-            for number, (own, is_causal) in enumerate(_parts(k_BKEH.shape[2], num_own=q_BNCH.shape[2]))
+            for number, (keys, is_causal) in enumerate(_parts(k_BKEH.shape[2], num_own=q_BNCH.shape[2]))
         ]
         if len(gradients) == 1:
             return *gradients[0], None
@@ -258,12 +258,12 @@ def cudnn_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, for results of this and other keys."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(gradient_BNCH, q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random, None, None, None),
         *(q_BNCH.shape[2], k_BKEH.shape[2], 0.0, is_causal),
         scale=scale,
     )
-    return found
+    return gradients
 
 
 def apply_cp(

@@ -32,14 +32,14 @@ class ShardedExperts:
 
     def shard(self, modules: nn.Module | list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]) -> None:
         """`fully_shard` over `mesh`, experts over their own."""
-        held = modules if isinstance(modules, list) else [modules]
-        found = [m.experts for module in held for m in module.modules() if isinstance(m, MoE)]
+        roots = modules if isinstance(modules, list) else [modules]
+        all_experts = [m.experts for module in roots for m in module.modules() if isinstance(m, MoE)]
         if not SHARDS_WITH_LAYER:
-            for experts in (m for m in found if not isinstance(m, FSDPModule)):  # the root is sharded last
+            for experts in (m for m in all_experts if not isinstance(m, FSDPModule)):  # the root is sharded last
                 fully_shard(experts, mesh=self._mesh, shard_placement_fn=lambda _: self._placement, **options)
             fully_shard(modules, mesh=mesh, **options)
             return
-        of_experts = {id(p) for experts in found for p in experts.parameters()}
+        of_experts = {id(p) for experts in all_experts for p in experts.parameters()}
 
         def place(parameter: nn.Parameter) -> Any:
             if id(parameter) not in of_experts:

@@ -56,8 +56,8 @@ class OneOfMasks(nn.Module):
         mask: tuple[Any, ...],
         **others: Any,
     ) -> Tensor:
-        if (own := mask[self.number]) is not None:
-            others["mask"] = own
+        if (layer_mask := mask[self.number]) is not None:
+            others["mask"] = layer_mask
         if scale is not None:
             others["scale"] = scale
         out_BLNH: Tensor = self.attend(q_BLNH, k_BLKH, v_BLKH, **others)

@@ -79,8 +79,8 @@ def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
                     first.setdefault(copy, unit)
                     last[copy] = unit
     for unit in _units(model):
-        made, freed = ([copy for copy, own in at.items() if own is unit] for at in (first, last))
-        _add_hooks(unit, made, freed)
+        created, freed = ([copy for copy, user in at.items() if user is unit] for at in (first, last))
+        _add_hooks(unit, created, freed)
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

@@ -120,12 +120,12 @@ class Pipeline:
         self.num_valid_tokens = num_valid_tokens
         losses: list[Tensor] = []
         # Every stage needs those of each microbatch
-        given = {"positions": positions.expand(tokens.shape[0], -1), "targets": targets} | documents
+        inputs = {"positions": positions.expand(tokens.shape[0], -1), "targets": targets} | documents
         self.schedule.step(
             *((tokens,) if 0 in self.parts else ()),
             target=targets if self.holds_last else None,
             losses=losses if self.holds_last else None,
-            **given,
+            **inputs,
             return_outputs=False,
         )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)

@@ -117,8 +117,8 @@ def _default_num_stages(schedule: str, pp: int) -> int:
 
 def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int) -> str:
     """The nearest layers per stage that give a number of stages that the schedule supports, as text."""
-    given = parallelism.pipeline_parallel_layers_per_stage
-    if given is None or parallelism.module_fqns_per_model_part is not None:
+    wanted = parallelism.pipeline_parallel_layers_per_stage
+    if wanted is None or parallelism.module_fqns_per_model_part is not None:
         return ""
     fitting = []
     for per_stage in range(1, 2 * num_layers):
@@ -128,7 +128,7 @@ def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int
                 fitting.append(per_stage)
         except ConfigError:
             continue  # more stages than layers
-    near = [n for n in fitting if n < given][-1:] + [n for n in fitting if n > given][:1]
+    near = [n for n in fitting if n < wanted][-1:] + [n for n in fitting if n > wanted][:1]
     return f"; pipeline_parallel_layers_per_stage = {' or '.join(map(str, near))} would work" if near else ""
 
 

@@ -63,8 +63,8 @@ def communicators(dims: MeshShape) -> dict[str, tuple[str, ...]]:
     users: dict[str, tuple[str, ...]] = {ALL_RANKS: ()}
     for name, axis in _axes(dims).items():
         if axis.degree > 1:
-            found = name if name in _OWN else named.setdefault(axis, name)
-            users[found] = (*users.get(found, ()), name)
+            communicator = name if name in _OWN else named.setdefault(axis, name)
+            users[communicator] = (*users.get(communicator, ()), name)
     return users
 
 
@@ -113,11 +113,11 @@ def make_meshes(dims: MeshShape, device_type: str) -> Meshes:
 
     def grid(**axes: int) -> DeviceMesh:
         alone = _group_of_one()
-        ranks, found = (
+        ranks, group = (
             torch.arange(dims.world_size).view(tuple(axes.values())),
             [of_axis.get(axis, alone) for axis in axes],
         )
-        return DeviceMesh.from_group(found, device_type, ranks, mesh_dim_names=tuple(axes))
+        return DeviceMesh.from_group(group, device_type, ranks, mesh_dim_names=tuple(axes))
 
     return Meshes(
         dims=dims,

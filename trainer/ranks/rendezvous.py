@@ -89,13 +89,13 @@ def join_group(
     """
     import torch.distributed as dist
 
-    store, own = join_store(timeout)
+    store, launch = join_store(timeout)
     with explained_connections():
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),  # type: ignore[attr-defined]  # torch's own prefix
-            rank=own.rank,
-            world_size=own.world_size,
+            rank=launch.rank,
+            world_size=launch.world_size,
             timeout=timeout,
             **options,
         )
@@ -104,20 +104,20 @@ def join_group(
 def join_store(timeout: timedelta, environment: Mapping[str, str] = os.environ) -> "tuple[Store, Launched]":
     """The store at MASTER_ADDR, once all ranks are there."""
     deadline = time.monotonic() + timeout.total_seconds()
-    own = launched(environment)
-    if own is None:
+    launch = launched(environment)
+    if launch is None:
         raise _wrong_variables(["RANK is not set", "WORLD_SIZE is not set"])
-    address, port = _place(environment, own.world_size)
-    hosts = own.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = _place(environment, launch.world_size)
+    hosts = launch.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if hosts and port:
         with _listening(port):
-            _reach(address, port, own, deadline, hosts=True)
+            _reach(address, port, launch, deadline, hosts=True)
     elif not hosts:
-        _reach(address, port, own, deadline, hosts=False)
-    store = _open_store(address, port, own, deadline, hosts=hosts, environment=environment)
-    _meet(store, own, deadline, attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        _reach(address, port, launch, deadline, hosts=False)
+    store = _open_store(address, port, launch, deadline, hosts=hosts, environment=environment)
+    _meet(store, launch, deadline, attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store.set_timeout(timeout)
-    return store, own
+    return store, launch
 
 
 def _place(environment: Mapping[str, str], world_size: int) -> tuple[str, int]:
@@ -158,23 +158,23 @@ def _listener(port: int) -> socket.socket:
     return socket.create_server(("", port))  # IPv6 may be switched off
 
 
-def _reach(address: str, port: int, own: Launched, deadline: float, *, hosts: bool) -> None:
+def _reach(address: str, port: int, launch: Launched, deadline: float, *, hosts: bool) -> None:
     """Wait until the address can be connected to. Raises CannotJoin at the deadline."""
     failure = "no answer"
-    while (left := deadline - time.monotonic()) > 0:
-        found: list[Any] = []
+    while (timeout := deadline - time.monotonic()) > 0:
+        results: list[Any] = []
         # In a thread: a name server that does not answer takes longer than any timeout
-        attempt = Thread(target=_connect, args=(address, port, left, found), daemon=True)
+        attempt = Thread(target=_connect, args=(address, port, timeout, results), daemon=True)
         attempt.start()
-        attempt.join(left)
-        if found == [None]:
+        attempt.join(timeout)
+        if results == [None]:
             return
-        if found:
-            failure = found[0]
+        if results:
+            failure = results[0]
         time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
     whose = "its own port by" if hosts else "the other ranks at"
     raise CannotJoin(
-        f"rank {own.rank} cannot reach {whose} MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {failure}",
+        f"rank {launch.rank} cannot reach {whose} MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {failure}",
         hint="MASTER_ADDR is the host of rank 0"
         + ("" if hosts else ", which must have started and listen on that port (firewalls?)"),
         tries=["MASTER_ADDR=host or address of rank 0, the same for all ranks (torchrun: --rdzv-endpoint HOST:PORT)"],
@@ -193,7 +193,7 @@ def _connect(address: str, port: int, secs: float, found: list[Any]) -> None:
 
 
 def _open_store(
-    address: str, port: int, own: Launched, deadline: float, *, hosts: bool, environment: Mapping[str, str]
+    address: str, port: int, launch: Launched, deadline: float, *, hosts: bool, environment: Mapping[str, str]
 ) -> "Store":
     """A client of the store, on its host with the store itself. Raises CannotJoin at the deadline."""
     import torch.distributed as dist
@@ -207,7 +207,7 @@ def _open_store(
                 dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
                     address,
                     port,
-                    own.world_size,
+                    launch.world_size,
                     hosts,
                     timedelta(seconds=timeout),
                     wait_for_workers=False,  # `_meet` knows which ranks are missing
@@ -226,8 +226,8 @@ def _open_store(
         return cast("Store", results[0])
     why = str(results[0]).splitlines()[0] if results else f"no answer in {timeout:.0f} s"
     raise CannotJoin(
-        f"rank {own.rank}: what listens at MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not the store of rank 0: "
-        f"{why:.200}",
+        f"rank {launch.rank}: what listens at MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not the store of rank "
+        f"0: {why:.200}",
         hint="another program uses that port, or rank 0 has ended",
         tries=["MASTER_PORT=another port, the same for all ranks"],
     )
@@ -246,18 +246,18 @@ def _without_torchs_log() -> Iterator[None]:
         os.close(nothing)
 
 
-def _meet(store: "Store", own: Launched, deadline: float, *, attempt: str) -> None:
+def _meet(store: "Store", launch: Launched, deadline: float, *, attempt: str) -> None:
     """Wait for all ranks; rank 0 tells the others when all are there, or what is wrong.
 
     `attempt`: how often torchrun has started the ranks anew, with the store of its agent.
     """
-    keys = [f"titan/{attempt}/rank-{rank}" for rank in range(own.world_size)]
+    keys = [f"titan/{attempt}/rank-{rank}" for rank in range(launch.world_size)]
     ready, started = f"titan/{attempt}/ready", time.monotonic()
     try:
-        store.add(_count(keys[own.rank]), 1)
-        store.set(keys[own.rank], str(own.world_size))
-        if own.rank == 0:
-            problem = _problem(store, keys, own, deadline - _GRACE_SECS)
+        store.add(_count(keys[launch.rank]), 1)
+        store.set(keys[launch.rank], str(launch.world_size))
+        if launch.rank == 0:
+            problem = _problem(store, keys, launch, deadline - _GRACE_SECS)
             store.set(ready, problem)
             if problem:
                 time.sleep(_GRACE_SECS)
@@ -265,7 +265,7 @@ def _meet(store: "Store", own: Launched, deadline: float, *, attempt: str) -> No
             problem = store.get(ready).decode() if _appears(store, [ready], deadline) else _missing(store, keys)
     except RuntimeError:  # torch's DistError
         raise LostRank(
-            f"rank {own.rank} has lost rank 0, which ended while ranks joined", hint="rank 0 reports the reason"
+            f"rank {launch.rank} has lost rank 0, which ended while ranks joined", hint="rank 0 reports the reason"
         ) from None
     if "WORLD_SIZE = " in problem:
         raise _wrong_variables([problem])
@@ -313,12 +313,12 @@ def explained_connections() -> Iterator[None]:
         yield
     except RuntimeError as error:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        given = [f"{name} = {os.environ[name]!r}" for name in names if os.environ.get(name)]
+        settings = [f"{name} = {os.environ[name]!r}" for name in names if os.environ.get(name)]
         text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).splitlines()[0])
         raise LostRank(
             f"rank {os.environ.get('RANK')} cannot connect to the other ranks: {text:.300}",
-            hint=f"{' and '.join(given)} must name network interfaces of this machine that the other ranks reach"
-            if given
+            hint=f"{' and '.join(settings)} must name network interfaces of this machine that the other ranks reach"
+            if settings
             else "a rank has ended, or the machines do not reach each other by the interface that was chosen",
             tries=[f"{name}=interface" for name in names],
         ) from error
