@@ -16,10 +16,10 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TiB"
 
 
-def parse_bytes(text: str, *, option: str) -> int:
-    """`5GB` (10⁹, as Hugging Face counts), `500MiB`, or plain bytes. Raises ConfigError, naming the `option`."""
+def parse_shard_size(text: str) -> int:
+    """`5GB` (10⁹, as Hugging Face counts), `500MiB`, or plain bytes. Raises ConfigError."""
     number = text.rstrip("KMGTIBkmgtib ")
     unit = text[len(number) :].strip().upper()
     if unit not in _UNITS or not number.replace(".", "", 1).isdecimal() or float(number) <= 0:
-        raise ConfigError(f"invalid size for {option}: {text!r}", tries=[f"{option} 5GB", f"{option} 500MiB"])
+        raise ConfigError(f"invalid size for --shard-size: {text!r}", tries=["--shard-size 5GB", "--shard-size 500MiB"])
     return max(1, int(float(number) * _UNITS[unit]))

@@ -289,12 +289,8 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
 
 def _find(files: FolderFiles) -> str:
     if files.entry:
-        return files.entry if _is_entry(files.entry) else ""
+        return files.entry if files.entry.endswith((".safetensors", ".safetensors.index.json")) else ""
     return name_some(files.safetensors)
-
-
-def _is_entry(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def _open_folder(files: FolderFiles) -> Catalog:

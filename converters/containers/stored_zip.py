@@ -23,6 +23,7 @@ _MAX_GAP_BYTES = 24  # the data descriptor that torch writes after each entry
 _BIG = 0xFFFFFFFF
 _STREAMED = 0x0008  # sizes and CRC are in the central directory (and a descriptor), not in the local header
 _UTF8 = 0x0800
+_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +182,10 @@ def zip_shell(before: Sequence[tuple[str, bytes]], name: str, size: int, crc: in
     return head, tail
 
 
-def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[int, bytes]]:
+def zip_pieces(entries: Sequence[ZipEntry]) -> list[tuple[int, bytes]]:
     """(offset, bytes) of everything in a stored zip but the data that the caller writes into the gaps.
 
-    One piece before each such data, which starts at a multiple of `align`, and one after the last. Offsets and lengths
+    One piece before each such data, which starts at a multiple of 64, and one after the last. Offsets and lengths
     do not depend on any CRC32, so the data can be written first and the pieces afterwards.
     """
     pieces: list[tuple[int, bytes]] = []
@@ -197,9 +198,9 @@ def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[in
         narrow = _BIG if big else entry.size
         extra = _wide_field(wide)
         if entry.data is None:
-            room = -(offset + _LOCAL.size + len(raw) + len(extra)) % align
+            room = -(offset + _LOCAL.size + len(raw) + len(extra)) % _ALIGN
             if room:  # torch aligns like this: a field named FB; an extra field takes at least 4 bytes
-                room += align if room < 4 else 0
+                room += _ALIGN if room < 4 else 0
                 extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
         far = offset >= _BIG  # only the directory has the offsets of entries
         central_extra = _wide_field(wide + (struct.pack("<Q", offset) if far else b""))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import ConfigError
+from converters.common.sizes import parse_shard_size
 
 if TYPE_CHECKING:
     from converters.common.box import TensorInfo
@@ -65,12 +66,6 @@ def _parse_mesh(text: str) -> MeshShape:
     return MeshShape.parse(text)
 
 
-def _parse_bytes(text: str) -> int:
-    from converters.common.sizes import parse_bytes
-
-    return parse_bytes(text, option="--shard-size")
-
-
 def _option(flag: str, help: str, *, refusal: str, **details: Any) -> Any:
     return field(default=None, metadata={"option": OptionText(flag, help, refusal, **details)})
 
@@ -91,7 +86,7 @@ class OutputOptions:
         "--shard-size",
         "Largest size of a file, such as 5GB or 500MB. Default: 5GB.",
         metavar="SIZE",
-        parse=_parse_bytes,
+        parse=parse_shard_size,
         refusal="it splits an output into files; the number of files of this format is fixed",
     )
     # model-parallel shards of an original Meta release

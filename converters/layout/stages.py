@@ -38,12 +38,6 @@ def ranks_of_stages(num_stages: int, pp: int, *, v_shaped: bool = False) -> tupl
     return tuple(stage % pp for stage in range(num_stages))
 
 
-def stages_of_rank(pp_rank: int, pp: int, num_stages: int, *, v_shaped: bool = False) -> list[int]:
-    """The stages a pipeline rank holds, first to last."""
-    ranks = ranks_of_stages(num_stages, pp, v_shaped=v_shaped)
-    return [stage for stage, rank in enumerate(ranks) if rank == pp_rank]
-
-
 def module_of(fqn: str) -> str:
     """The module that pipeline splitting moves: `layers.3` of `layers.3.attention.wq.weight`, `norm` of its weight."""
     head, _, rest = fqn.partition(".")

@@ -139,15 +139,11 @@ def fsync_folder(folder: Path) -> None:
         fsync(Path(root))
 
 
-def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
-    """Remove what killed writers left in `parent`, a folder that one job owns, except for the identifier `keep`."""
-    if not parent.is_dir():
-        return []
-    left = [p for p in parent.iterdir() if p.name.startswith(TEMPORARY_PREFIX) and p.is_dir() and not p.is_symlink()]
-    swept = [p for p in left if keep is None or p.name != f"{TEMPORARY_PREFIX}{keep}"]
-    for folder in swept:
-        shutil.rmtree(folder, ignore_errors=True)
-    return swept
+def sweep_staging(parent: Path) -> None:
+    """Remove the folders that killed writers left in `parent`, which one job owns."""
+    for folder in [*parent.iterdir()] if parent.is_dir() else ():
+        if folder.name.startswith(TEMPORARY_PREFIX) and folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_space(folder: Path, num_bytes: int) -> int:

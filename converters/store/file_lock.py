@@ -8,13 +8,13 @@ from pathlib import Path
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-def lock_file(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool:
+def lock_file(descriptor: int, *, wait: bool = False) -> bool:
     """Lock an open file. False if the file system has no locks (some Lustre mounts).
 
     Raises BlockingIOError if another process holds the lock, unless `wait` is set.
     """
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         if error.errno in _BUSY:
             raise BlockingIOError(error.errno, error.strerror) from error

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,12 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
         try:
             content = json.loads(raw[:start] + raw[end:])
             if content["model"]["merges"] == []:
-                return content, _each(raw, start, end)
+                return content, (json.loads(merge.group()) for merge in re.compile(_MERGE).finditer(raw, start, end))
         except (ValueError, RecursionError, TypeError, KeyError):
             pass  # reported below
     content = read_json(path)  # in another form, or damaged
     model = content.get("model")
     return content, model.pop("merges", []) if isinstance(model, dict) else []
-
-
-def _each(raw: bytes, start: int, end: int) -> Iterator[Any]:
-    return (json.loads(found.group()) for found in re.compile(_MERGE).finditer(raw, start, end))
 
 
 def write_tokenizer_config(folder: Path, tokens: Mapping[str, str], *, max_seq_len: int) -> list[str]:

@@ -88,7 +88,7 @@ def reshard(
       titan reshard step-1000 one-file --num-files 1 --dtype bfloat16 --optimizer-dtype bfloat16
       titan reshard torchtitan/step-500 step-500 --model-from Llama-3.1-8B --drop dataloader
     """
-    from converters.common.sizes import parse_bytes
+    from converters.common.sizes import parse_shard_size
     from converters.layout.mesh_shape import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
     from titan_tools.pages.conversion import print_resharding
@@ -99,7 +99,7 @@ def reshard(
         dst,
         mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
         num_files=num_files,
-        shard_bytes=None if shard_size is None else parse_bytes(shard_size, option="--shard-size"),
+        shard_bytes=None if shard_size is None else parse_shard_size(shard_size),
         dtype=dtype,
         optimizer_dtype=optimizer_dtype,
         drop=[name.strip() for name in drop.split(",") if name.strip()] if drop else (),

@@ -359,17 +359,13 @@ def test_layers_that_are_not_there_are_reported_before_they_are_counted_out(tita
 
 def test_sizes():
     from converters.common.errors import ConfigError
-    from converters.common.sizes import parse_bytes
+    from converters.common.sizes import parse_shard_size
 
-    assert [parse_bytes(text, option="--shard-size") for text in ("5GB", "1.5 MiB", "700", "2kb")] == [
-        5 * 10**9,
-        1536 * 1024,
-        700,
-        2000,
-    ]
+    sizes = [parse_shard_size(text) for text in ("5GB", "1.5 MiB", "700", "2kb")]
+    assert sizes == [5 * 10**9, 1536 * 1024, 700, 2000]
     for text in ("", "GB", "-1GB", "5XB", "1e9"):
         with pytest.raises(ConfigError):
-            parse_bytes(text, option="--shard-size")
+            parse_shard_size(text)
 
 
 def test_no_command_here_loads_torch(folder, tmp_path):

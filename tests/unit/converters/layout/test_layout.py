@@ -25,7 +25,7 @@ from converters.families.qwen3 import QWEN3
 from converters.layout.layout import boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files, chunk_bounds, local_box
 from converters.layout.mesh_check import check_mesh, expert_mesh_problems
 from converters.layout.mesh_shape import MeshShape
-from converters.layout.stages import ranks_of_stages, split_stages, stages_of_rank
+from converters.layout.stages import ranks_of_stages, split_stages
 
 MESHES = [
     MeshShape(dp_shard=2, tp=2),
@@ -142,8 +142,8 @@ def test_impossible_stages_are_refused(num_stages):
 
 
 def test_interleaved_stages_are_dealt_in_turn():
-    assert stages_of_rank(1, 2, 6) == [1, 3, 5]
-    assert stages_of_rank(1, 3, 6, v_shaped=True) == [1, 4]
+    assert ranks_of_stages(6, 2) == (0, 1, 0, 1, 0, 1)
+    assert ranks_of_stages(6, 3, v_shaped=True) == (0, 1, 2, 2, 1, 0)
 
 
 @pytest.mark.parametrize("flavor", ["debug_gqa", "debug_tied"])

@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 from converters.common.errors import ConfigError
 from converters.families.llama3 import FLAVORS
 from converters.layout.mesh_shape import MeshShape
-from converters.layout.stages import stages_of_rank
+from converters.layout.stages import ranks_of_stages
 from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, Training
 from trainer.job.job import layout_problems
 from trainer.models.decoder import Transformer
@@ -101,9 +101,11 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 def torch_takes(schedule: str, pp: int, num_stages: int, num_microbatches: int) -> bool:
     """Whether torch's class makes its plan for rank 0; it checks there that no rank waits for ever."""
     schedule_class = get_schedule_class(schedule)
-    local = stages_of_rank(0, pp, num_stages, v_shaped=schedule in V_SCHEDULES)
+    ranks = ranks_of_stages(num_stages, pp, v_shaped=schedule in V_SCHEDULES)
     stages = [
-        SimpleNamespace(stage_index=s, num_stages=num_stages, group_size=pp, group_rank=0, submod=None) for s in local
+        SimpleNamespace(stage_index=stage, num_stages=num_stages, group_size=pp, group_rank=0, submod=None)
+        for stage, rank in enumerate(ranks)
+        if rank == 0
     ]
     try:
         schedule_class(
