@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 
 from converters.common.errors import Interrupted, NumericalFault, Preempted, TitanError
-from converters.tokenizers.notes import tokenizer_notes
-from converters.tokenizers.reader import vocabulary_file
-from converters.tokenizers.tokenizer import document_ends
 from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.export import Exports
@@ -24,13 +21,13 @@ from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config
 from trainer.data.document_ends import with_end_token
 from trainer.data.training_data import text_preparation, train_loader
-from trainer.job.chosen_model import NO_TOKENIZER, chosen_model
+from trainer.job.chosen_model import chosen_model
 from trainer.job.dump_folder import make_dump_folder, save_config
 from trainer.job.inputs import check_run, raise_all
 from trainer.job.job import Job, resolve_job
 from trainer.job.memory_bound import require_on_ranks
 from trainer.job.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
-from trainer.job.run_header import header_lines
+from trainer.job.run_header import header_lines, text_and_precision_notes
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note, phase
 from trainer.observability.profiling import PhaseNames, profiled
@@ -39,7 +36,6 @@ from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 from trainer.parallel.cpu_products import fp32_products, multiplies
-from trainer.parallel.float8 import float8_notes, is_float8
 from trainer.ranks.agree import on_first
 from trainer.ranks.mesh import make_meshes
 from trainer.ranks.process_group import Ranks, Timeouts, join_ranks, leave_ranks
@@ -113,17 +109,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     config, training = job.config, job.config.training
 
     # Build
-    if not info.assets:
-        note(NO_TOKENIZER)
-    for text in tokenizer_notes(info.assets):
+    for text in text_and_precision_notes(job, info.assets):
         note(text)
-    if vocabulary_file(info.assets):
-        note(document_ends(info.assets).described)
-    if job.documents.mask != "none":
-        note(f"attention stays within documents; mask: {job.documents.mask}, packing: {job.documents.packing}")
-    if is_float8(config.model):
-        for text in float8_notes(config.float8, training, job.args):
-            note(text)
     meshes = make_meshes(job.dims, ranks.device.type)
     timeouts = Timeouts(meshes, config.comm)
     with phase("building the model"):

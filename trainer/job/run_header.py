@@ -1,13 +1,18 @@
 """The first lines of a run: what is trained, where, how, and where its results go. Torch-free."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from converters.common.names import METRICS_FILE
+from converters.tokenizers.notes import tokenizer_notes
+from converters.tokenizers.reader import vocabulary_file
+from converters.tokenizers.tokenizer import document_ends
 from trainer.checkpoints.problems import is_saving
 from trainer.config.sections import Config
+from trainer.job.chosen_model import NO_TOKENIZER
 from trainer.job.inputs import Checked
 from trainer.job.job import Job
-from trainer.parallel.float8 import is_float8
+from trainer.parallel.float8 import float8_notes, is_float8
 
 
 def header_lines(checked: Checked, *, device: str) -> list[str]:
@@ -24,6 +29,18 @@ def header_lines(checked: Checked, *, device: str) -> list[str]:
     }
     width = max(map(len, rows))
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]
+
+
+def text_and_precision_notes(job: Job, assets: Mapping[str, Path]) -> list[str]:
+    """Notes on the tokenizer among `assets`, on documents, and on float8."""
+    notes = [*tokenizer_notes(assets)] if assets else [NO_TOKENIZER]
+    if vocabulary_file(assets):
+        notes.append(document_ends(assets).described)
+    if job.documents.mask != "none":
+        notes.append(f"attention stays within documents; mask: {job.documents.mask}, packing: {job.documents.packing}")
+    if is_float8(job.config.model):
+        notes += float8_notes(job.config.float8, job.config.training, job.args)
+    return notes
 
 
 def _model(job: Job) -> str:
