@@ -202,7 +202,7 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks:
             catalog.copies[fqn] = tuple(replace(chunk, box=box) for box, chunk in copies)
         else:
             problems.append(f"{fqn}: {list(entry.shape)} in each shard, {list(parameter.shape)} in all")
-            matching_counts.add(_shards_asked(parameter, entry.shape))
+            matching_counts.add(_right_count(parameter, entry.shape))
     if problems:
         if _VOCABULARY.issuperset(cut):  # no other weight matches
             _require_count(path, files, matching_counts)
@@ -276,7 +276,7 @@ def _placed(chunks: Sequence[Chunk], dim: int) -> tuple[Chunk, ...]:
     return tuple(placed)
 
 
-def _shards_asked(parameter: Parameter, shape: tuple[int, ...]) -> int:
+def _right_count(parameter: Parameter, shape: tuple[int, ...]) -> int:
     """The number of shards for which this shape would be right; 0 if there is none."""
     for dim in range(len(shape)) if len(shape) == len(parameter.shape) else ():
         if shape[dim] and parameter.shape[dim] % shape[dim] == 0:
@@ -306,7 +306,7 @@ def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
     except TitanError:
         return  # reported when the model is read
     matrices = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in parameters and len(entry.shape) == 2}
-    _require_count(path, files, {_shards_asked(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
+    _require_count(path, files, {_right_count(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
 
 
 def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:

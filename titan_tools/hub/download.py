@@ -21,7 +21,7 @@ from converters.store.hub_checksums import is_computable
 from converters.tokenizers.assets import CARRIED, CHAT_TEMPLATES
 from titan_tools.hub.errors import hub_errors
 from titan_tools.hub.fetch import check_sum, fetch
-from titan_tools.hub.present import compare, find_present, require_whole
+from titan_tools.hub.present import EarlierDownload, compare, find_present, require_whole
 from titan_tools.hub.targets import DownloadTarget, HubCache, PlainFolder, RemoteFile, check_folder
 
 WORKERS = 4
@@ -109,29 +109,8 @@ def download(
     selection = selection or FileSelection()
     if constants.HF_HUB_OFFLINE:
         earlier = find_present(repository, dst, revision)
-        if names := sorted([*earlier.recorded, *earlier.unchecked]):
-            names = _selected(repository, names, selection)
-            command = shlex.join(["titan", "download", repository, *([str(dst)] if dst else [])])
-            command += "" if revision == "main" else f" --revision {revision}"
-            if selection.is_default and not any(_matches(n, kind) for n in names for kind in _WEIGHTS):
-                raise CheckpointError(
-                    f"{earlier.folder}: has no weights:{list_offenders(names)}",
-                    hint="HF_HUB_OFFLINE is set, so nothing was downloaded; with a network, this command completes it",
-                    tries=[f"HF_HUB_OFFLINE=0 {command}"],
-                )
-            files = require_whole(earlier, names, command=command, workers=workers, progress=progress)
-            num_bytes, secs = sum(f.num_bytes for f in files), time.monotonic() - started
-            return DownloadReport(
-                repository,
-                revision,
-                earlier.commit,
-                str(earlier.folder),
-                files,
-                num_bytes,
-                0,
-                secs,
-                unchecked=tuple(n for n in names if n in earlier.unchecked),
-            )
+        if earlier.recorded or earlier.unchecked:
+            return _check_earlier(earlier, repository, dst, revision, selection, workers, progress)
     if dst is not None:
         check_folder(dst)
     with hub_errors(repository, revision, token=token):
@@ -168,6 +147,40 @@ def download(
         damaged=tuple(present.damaged),
         unchecked=tuple(f.name for f in present.files if not is_computable(f.etag)),
         stale=target.stale(),
+    )
+
+
+def _check_earlier(
+    earlier: EarlierDownload,
+    repository: str,
+    dst: Path | None,
+    revision: str,
+    selection: FileSelection,
+    workers: int,
+    progress: Progress,
+) -> DownloadReport:
+    """Compare the files of an earlier download with the checksums that it recorded, without a network."""
+    started = time.monotonic()
+    names = _selected(repository, sorted([*earlier.recorded, *earlier.unchecked]), selection)
+    command = shlex.join(["titan", "download", repository, *([str(dst)] if dst else [])])
+    command += "" if revision == "main" else f" --revision {revision}"
+    if selection.is_default and not any(_matches(n, kind) for n in names for kind in _WEIGHTS):
+        raise CheckpointError(
+            f"{earlier.folder}: has no weights:{list_offenders(names)}",
+            hint="HF_HUB_OFFLINE is set, so nothing was downloaded; with a network, this command completes it",
+            tries=[f"HF_HUB_OFFLINE=0 {command}"],
+        )
+    files = require_whole(earlier, names, command=command, workers=workers, progress=progress)
+    return DownloadReport(
+        repository,
+        revision,
+        earlier.commit,
+        str(earlier.folder),
+        files,
+        num_bytes=sum(file.num_bytes for file in files),
+        num_fetched_bytes=0,
+        secs=time.monotonic() - started,
+        unchecked=tuple(name for name in names if name in earlier.unchecked),
     )
 
 
