@@ -211,8 +211,8 @@ def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[D
     """Differences between the models' numbers, which do not all show in shapes; and notes about mere limits."""
     if a is None or b is None:
         return [], []
-    ours, theirs = {"family": a.family, **computed_numbers(a.args)}, {"family": b.family, **computed_numbers(b.args)}
-    changed = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
+    in_a, in_b = ({"family": info.family, **computed_numbers(info.args)} for info in (a, b))
+    changed = {key: f"{in_a[key]} in A, {in_b.get(key)} in B" for key in in_a if in_a[key] != in_b.get(key)}
     notes = [
         f"{key}: {changed[key]} (a limit without effect on the computation)" for key in _NO_DIFFERENCE if key in changed
     ]
@@ -305,7 +305,12 @@ def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming:
     """`name` in the row order of `naming`, or None if that naming keeps its rows."""
     view = foreign_view(source, info, naming)
     moved = next(
-        (made for made in view.expressions.values() if isinstance(made, HeadRows) and made.sources == (name,)), None
+        (
+            expression
+            for expression in view.expressions.values()
+            if isinstance(expression, HeadRows) and expression.sources == (name,)
+        ),
+        None,
     )
     if moved is None:
         return None

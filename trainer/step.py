@@ -202,11 +202,11 @@ class TrainStep:
     def _split(self, samples: Batch) -> list[Batch]:
         """The samples as the batches that are accumulated, on the device."""
         size = self._local_batch_size
-        held = (samples.tokens, samples.targets, samples.documents)
-        columns = [torch.split(self._on_device(ids), size) for ids in held if ids is not None]
+        tensors = (samples.tokens, samples.targets, samples.documents)
+        columns = [torch.split(self._on_device(ids), size) for ids in tensors if ids is not None]
         return [Batch(*columns) for columns in zip(*columns, strict=True)]
 
     def _on_device(self, ids: Tensor) -> Tensor:
         """A copy from memory that is not pinned would wait for the device's earlier work."""
-        held = ids.pin_memory() if self._inputs_on == "cuda" else ids
-        return held.to(self._inputs_on, non_blocking=True)
+        pinned = ids.pin_memory() if self._inputs_on == "cuda" else ids
+        return pinned.to(self._inputs_on, non_blocking=True)

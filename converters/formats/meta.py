@@ -81,7 +81,11 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
 def second_names(expressions: Mapping[str, Expression]) -> dict[str, str]:
     """Target name → earlier target name of the same values: the output of a tied model."""
     first: dict[Expression, str] = {}
-    return {name: first[made] for name, made in expressions.items() if first.setdefault(made, name) != name}
+    return {
+        name: first[expression]
+        for name, expression in expressions.items()
+        if first.setdefault(expression, name) != name
+    }
 
 
 META = Format(

@@ -279,8 +279,8 @@ def _scaling(numbers: Any, path: Path) -> Scaling:
     kind = numbers.get("rope_type", "llama3") if isinstance(numbers, dict) else None
     if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(f"{path}: its rope_scaling has a rope_type {kind!r}, not one of {', '.join(SCALINGS)}")
-    given = {key: value for key, value in numbers.items() if key != "rope_type"}
-    known = [f.name for f in fields(SCALINGS[kind]) if f.init]
-    if given.keys() != set(known):
-        raise CheckpointError(f"{path}: its rope_scaling is not {', '.join(sorted(known))} (type {kind})")
-    return SCALINGS[kind](**given)
+    settings = {key: value for key, value in numbers.items() if key != "rope_type"}
+    field_names = [f.name for f in fields(SCALINGS[kind]) if f.init]
+    if settings.keys() != set(field_names):
+        raise CheckpointError(f"{path}: its rope_scaling is not {', '.join(sorted(field_names))} (type {kind})")
+    return SCALINGS[kind](**settings)

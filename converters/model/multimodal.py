@@ -67,18 +67,22 @@ def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def joined_config(
-    text: Mapping[str, Any], outer: Mapping[str, Any], of: Multimodal, args: ModelArgs, *, dtype: str
+    text: Mapping[str, Any], outer: Mapping[str, Any], multimodal: Multimodal, args: ModelArgs, *, dtype: str
 ) -> dict[str, Any]:
     """config.json of the multimodal class: the inverse of `split_config`."""
     inner = {key: value for key, value in text.items() if key != "architectures"}
-    own = {"architectures": [of.architecture], "model_type": of.model_type, "tie_word_embeddings": args.tied}
-    return own | dict(outer) | {of.text_key: inner, "dtype": dtype, "torch_dtype": dtype}
+    config = {
+        "architectures": [multimodal.architecture],
+        "model_type": multimodal.model_type,
+        "tie_word_embeddings": args.tied,
+    }
+    return config | dict(outer) | {multimodal.text_key: inner, "dtype": dtype, "torch_dtype": dtype}
 
 
-def find_files(folder: Path, of: Multimodal) -> dict[str, Path]:
+def find_files(folder: Path, multimodal: Multimodal) -> dict[str, Path]:
     """The small files of the class in a checkpoint's folder, by name."""
     places = (folder, folder / ASSETS_FOLDER)
-    return {name: path for name in of.files for place in reversed(places) if (path := place / name).is_file()}
+    return {name: path for name in multimodal.files for place in reversed(places) if (path := place / name).is_file()}
 
 
 def with_extras(view: View, native: View, names: tuple[str, ...]) -> View:
@@ -147,7 +151,7 @@ def describe_extras(dropped: Mapping[str, str], tensors: Mapping[str, Any]) -> l
     """Remarks on the tensors of other media that a conversion leaves out, by reason. `tensors`: those with a size."""
     remarks = []
     for reason in dict.fromkeys(reason for reason in dropped.values() if reason.startswith(OTHER_MEDIUM)):
-        names = [name for name, its in dropped.items() if its == reason]
+        names = [name for name, part in dropped.items() if part == reason]
         why = (
             "the text model computes the same; --keep-extra keeps them"
             if reason == EXTRA_REASON

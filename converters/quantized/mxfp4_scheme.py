@@ -78,11 +78,11 @@ class Mxfp4Scheme:
         return is_listed(module, self.stays)
 
 
-def read_mxfp4(given: Mapping[str, Any]) -> Mxfp4Scheme:
+def read_mxfp4(section: Mapping[str, Any]) -> Mxfp4Scheme:
     """The scheme of a `quantization_config`. Raises UnsupportedError with everything that is not covered."""
-    problems = [f"{key} = {given[key]!r:.60}" for key, values in _ACCEPTED.items() if given.get(key) not in values]
-    problems += [f"{key} = {given[key]!r:.60}" for key in given if key not in (*_ACCEPTED, _LIST)]
-    names = given.get(_LIST)
+    problems = [f"{key} = {section[key]!r:.60}" for key, values in _ACCEPTED.items() if section.get(key) not in values]
+    problems += [f"{key} = {section[key]!r:.60}" for key in section if key not in (*_ACCEPTED, _LIST)]
+    names = section.get(_LIST)
     if names is not None:
         problems += name_list_problem(_LIST, names)
     if problems:

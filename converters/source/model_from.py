@@ -151,11 +151,11 @@ def _sure_ids(info: ModelInfo) -> dict[str, Any]:
     return {key: id for key, id in info.token_ids.items() if id != CLASS_DEFAULTS.get(key)}
 
 
-def _other_tokenizer(own: Mapping[str, Path], given: Mapping[str, Path]) -> list[str]:
+def _other_tokenizer(assets: Mapping[str, Path], supplied: Mapping[str, Path]) -> list[str]:
     return [
-        f"{name}: {own[name]} and {given[name]} are different tokenizers"
+        f"{name}: {assets[name]} and {supplied[name]} are different tokenizers"
         for name in TOKENIZERS
-        if name in own and name in given and not _same_content(own[name], given[name])
+        if name in assets and name in supplied and not _same_content(assets[name], supplied[name])
     ]
 
 

@@ -190,10 +190,10 @@ def native_weights(
 
 def without_outer(info: ModelInfo, family: Family) -> ModelInfo:
     """Without the files and fields of config.json that a multimodal class has beside its text model."""
-    of = family.multimodal
-    if of is None:
+    multimodal = family.multimodal
+    if multimodal is None:
         return info
-    assets = {name: path for name, path in info.assets.items() if name not in of.files}
+    assets = {name: path for name, path in info.assets.items() if name not in multimodal.files}
     return replace(info, outer={}, assets=assets)
 
 

@@ -209,24 +209,24 @@ class Join(Expression):
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         start, size = box.offsets[self.dim], self.shape[self.dim] // len(self.parts)
-        end, begin, made = start + box.sizes[self.dim], 0, None
-        for part, its in zip(self.parts, self.sizes or (size,) * len(self.parts), strict=True):
-            begin += its
-            first = max(start, begin - its)
+        end, begin, joined = start + box.sizes[self.dim], 0, None
+        for part, length in zip(self.parts, self.sizes or (size,) * len(self.parts), strict=True):
+            begin += length
+            first = max(start, begin - length)
             count = min(end, begin) - first
             if count < 0 or (count == 0 and start < end):
                 continue
             if count == box.sizes[self.dim]:
-                return part.read(source, _moved_along(box, self.dim, first - (begin - its), count))
+                return part.read(source, _moved_along(box, self.dim, first - (begin - length), count))
             step = max(1, _AT_ONCE * box.sizes[self.dim] // max(1, box.num_elements))
             for at in range(first, first + max(1, count), step):  # once if the part is empty, for its type
                 num = min(step, first + count - at)
-                piece = part.read(source, _moved_along(box, self.dim, at - (begin - its), num))
-                if made is None:
-                    made = np.empty(box.sizes, piece.dtype)
-                made[(slice(None),) * self.dim + (slice(at - start, at - start + num),)] = piece
-        assert made is not None  # of at least two parts
-        return made
+                piece = part.read(source, _moved_along(box, self.dim, at - (begin - length), num))
+                if joined is None:
+                    joined = np.empty(box.sizes, piece.dtype)
+                joined[(slice(None),) * self.dim + (slice(at - start, at - start + num),)] = piece
+        assert joined is not None  # of at least two parts
+        return joined
 
 
 # Rows that are read together, so that runs of the part are long. An odd multiple of 32: with one of 1024, as many lines
@@ -248,20 +248,20 @@ class Transpose(Expression):
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         (*lead, first_row, first_column), (*counts, rows, columns) = box.offsets, box.sizes
-        at_once, made = max(1, _AT_ONCE // max(1, rows)), None
+        at_once, transposed = max(1, _AT_ONCE // max(1, rows)), None
         for index in np.ndindex(*counts):
-            place = tuple(offset + number for offset, number in zip(lead, index, strict=True))
+            position = tuple(offset + number for offset, number in zip(lead, index, strict=True))
             for start in range(0, max(1, columns), at_once):  # once if the box is empty, for its type
                 count = min(at_once, columns - start)
-                within = Box((*place, first_column + start, first_row), (*(1,) * len(place), count, rows))
+                within = Box((*position, first_column + start, first_row), (*(1,) * len(position), count, rows))
                 read = np.ascontiguousarray(self.part.read(source, within)).reshape(count, rows)
-                if made is None:
-                    made = np.empty(box.sizes, read.dtype)
-                    bits = made.view(f"u{read.itemsize}")  # numpy is slow with the types of ml_dtypes
+                if transposed is None:
+                    transposed = np.empty(box.sizes, read.dtype)
+                    bits = transposed.view(f"u{read.itemsize}")  # numpy is slow with the types of ml_dtypes
                 _transpose_into(bits[index][:, start : start + count], read.view(bits.dtype))
-        if made is None:  # no matrix
+        if transposed is None:  # no matrix
             return self.part.read(source, _exchanged(box)).reshape(box.sizes)
-        return made
+        return transposed
 
 
 def _transpose_into(out: np.ndarray, matrix: np.ndarray) -> None:

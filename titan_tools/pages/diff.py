@@ -56,15 +56,15 @@ def _folded(differences: Sequence[Difference]) -> list[tuple[object, ...]]:
     return [_row(name, members) for name, members in sorted(groups, key=lambda each: order[each[1][0].name])]
 
 
-def _row(name: str, held: Sequence[Difference]) -> tuple[object, ...]:
-    max_abs, relative = _largest([d.max_abs for d in held]), _largest([d.relative for d in held])
+def _row(name: str, members: Sequence[Difference]) -> tuple[object, ...]:
+    max_abs, relative = _largest([d.max_abs for d in members]), _largest([d.relative for d in members])
     return (
         name,
-        held[0].kind,
-        "" if held[0].kind == "model" else len(held),
+        members[0].kind,
+        "" if members[0].kind == "model" else len(members),
         "" if max_abs is None else f"{max_abs:.3g}",
         "" if relative is None else f"{relative:.2e}",
-        _details([d.detail for d in held]),
+        _details([d.detail for d in members]),
     )
 
 

@@ -36,17 +36,17 @@ def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: i
         _print(job, report)
 
 
-def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
+def as_record(config: Config, report: "DryRun") -> dict[str, Any]:
     """The same as one JSON object."""
-    plain = {key: getattr(found, key) for key in found.__slots__ if key not in ("dims", "coordinates", "collectives")}
+    plain = {key: getattr(report, key) for key in report.__slots__ if key not in ("dims", "coordinates", "collectives")}
     return {
         "model": f"{config.model.name} {config.model.flavor}",
-        "world_size": found.dims.world_size,
-        "mesh": asdict(found.dims),
-        "coordinates": asdict(found.coordinates),
+        "world_size": report.dims.world_size,
+        "mesh": asdict(report.dims),
+        "coordinates": asdict(report.coordinates),
         **plain,
         "collectives": [
-            {"axis": axis, "kind": kind, **asdict(traffic)} for (axis, kind), traffic in found.collectives.items()
+            {"axis": axis, "kind": kind, **asdict(traffic)} for (axis, kind), traffic in report.collectives.items()
         ],
     }
 

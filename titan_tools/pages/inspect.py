@@ -75,15 +75,15 @@ def _describe_model(report: Inspection) -> list[str]:
     return lines
 
 
-def _quantization(of: Mapping[str, Any]) -> str:
+def _quantization(scheme: Mapping[str, Any]) -> str:
     """The quantization of the weights, and the bytes that they take."""
-    rows, columns = of["weight_block_size"]
-    kind = "power-of-two " if of["power_of_two_scales"] else ""
-    dtypes = ", ".join(of["scale_dtypes"])
+    rows, columns = scheme["weight_block_size"]
+    kind = "power-of-two " if scheme["power_of_two_scales"] else ""
+    dtypes = ", ".join(scheme["scale_dtypes"])
     return (
-        f"{count(of['num_weights'], 'weight')} in {of['codes']} ({format_bytes(of['weight_bytes'])}), "
-        f"{kind}scales in {dtypes} for blocks of {rows} × {columns} ({format_bytes(of['scale_bytes'])}); "
-        f"read as {of['read_as']}"
+        f"{count(scheme['num_weights'], 'weight')} in {scheme['codes']} ({format_bytes(scheme['weight_bytes'])}), "
+        f"{kind}scales in {dtypes} for blocks of {rows} × {columns} ({format_bytes(scheme['scale_bytes'])}); "
+        f"read as {scheme['read_as']}"
     )
 
 

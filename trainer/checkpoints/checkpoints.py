@@ -156,9 +156,9 @@ class Checkpoints:
             refuse_other_weights(path, info=self._info, select=select)
             self.load(path, state, select=select)
 
-    def _keep_fields(self, found: ModelInfo) -> None:
-        """Copy config.json's other fields from `found` into this run's checkpoints, except the token ids."""
-        fields = {key: value for key, value in found.untranslated.items() if key not in TOKEN_IDS}
+    def _keep_fields(self, saved_info: ModelInfo) -> None:
+        """Copy config.json's other fields from `saved_info` into this run's checkpoints, except the token ids."""
+        fields = {key: value for key, value in saved_info.untranslated.items() if key not in TOKEN_IDS}
         self._info = replace(self._info, untranslated=fields)
 
     def get_ready(self, model: TrainModel) -> None:

@@ -181,40 +181,40 @@ def _refuse_damaged_items(catalog: Catalog, manifest: Manifest, group: dist.Proc
 
 def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Numbers of train_state that are saved as tensors (torchtitan's, by stock DCP), or that are missing."""
-    found: dict[str, Any] = {}
+    counters: dict[str, Any] = {}
     for key in (key for key in wanted if section_of(key) == TRAIN_STATE):
         if key in reader.tensors and is_number(reader.tensors[key]):
             value = reader.read(key, Box((), ()))
-            found[key] = float(value) if DTYPES[reader.tensors[key].dtype].is_floating else int(value)
-    if f"{TRAIN_STATE}.step" in (*found, *reader.catalog.blobs):
+            counters[key] = float(value) if DTYPES[reader.tensors[key].dtype].is_floating else int(value)
+    if f"{TRAIN_STATE}.step" in (*counters, *reader.catalog.blobs):
         for key in (f"{TRAIN_STATE}.{name}" for name in _LATER):
-            if key in wanted and key not in (*found, *reader.catalog.blobs, *reader.tensors):
+            if key in wanted and key not in (*counters, *reader.catalog.blobs, *reader.tensors):
                 note(f"{path} has no {key}: it is counted from 0")
-                found[key] = 0
-    return found
+                counters[key] = 0
+    return counters
 
 
-def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
+def other_tokenizer(saved: ModelInfo, wanted: ModelInfo, path: Path) -> str:
     """A warning if the tokenizer of initial weights tokenizes differently from the run's; else ""."""
-    theirs, ours = (
+    saved_folder, folder = (
         next((info.assets[name].parent for name in (TOKENIZER_JSON, TIKTOKEN_MODEL) if name in info.assets), None)
-        for info in (found, wanted)
+        for info in (saved, wanted)
     )
-    if theirs is None or ours is None or theirs == ours:
+    if saved_folder is None or folder is None or saved_folder == folder:
         return ""
-    if not tokenizes_differently(load_tokenizer(theirs), load_tokenizer(ours)):
+    if not tokenizes_differently(load_tokenizer(saved_folder), load_tokenizer(folder)):
         return ""
-    return f"WARNING: {path} has a tokenizer that gives other ids than the run's, in {ours}"
+    return f"WARNING: {path} has a tokenizer that gives other ids than the run's, in {folder}"
 
 
-def left_out_of_checkpoints(found: ModelInfo, wanted: ModelInfo) -> list[str]:
+def left_out_of_checkpoints(saved: ModelInfo, wanted: ModelInfo) -> list[str]:
     """Files and token ids of initial weights that the run's checkpoints do not get; the config names theirs."""
-    theirs, ours = found.assets, wanted.assets
-    lost = sorted(theirs.keys() - ours.keys())
-    for name in sorted(theirs.keys() & ours.keys()):
-        if not filecmp.cmp(theirs[name], ours[name], shallow=False):
+    saved_assets, assets = saved.assets, wanted.assets
+    lost = sorted(saved_assets.keys() - assets.keys())
+    for name in sorted(saved_assets.keys() & assets.keys()):
+        if not filecmp.cmp(saved_assets[name], assets[name], shallow=False):
             lost.append(f"{name} (the run has another)")
-    for key, id in found.token_ids.items():
+    for key, id in saved.token_ids.items():
         if id not in (wanted.token_ids.get(key), CLASS_DEFAULTS.get(key)):
             lost.append(f"{key} = {id} (the run: {wanted.token_ids.get(key, 'none')})")
     return lost

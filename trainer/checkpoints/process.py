@@ -38,12 +38,12 @@ class WriterArguments:
 
 
 def main(arguments: list[str]) -> None:
-    own = WriterArguments.parse(arguments)
-    die_with_parent(own.parent)
+    args = WriterArguments.parse(arguments)
+    die_with_parent(args.parent)
     # Schedulers and terminals signal all processes of a job; this one ends when training closes the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    serve(own, Connection(own.pipe))
+    serve(args, Connection(args.pipe))
 
 
 def serve(args: WriterArguments, pipe: Connection) -> None:

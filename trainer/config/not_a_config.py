@@ -46,8 +46,8 @@ def _of_folder(folder: Path) -> ConfigError:
         return ConfigError(f"{folder} is a folder, not a config file: {error.message}", hint=error.hint)
     if file is not None:
         return _of_model(file, f"{folder} is a model's folder, not a config file", weights=str(folder))
-    found = [str(path) for path in sorted(folder.glob("*.toml"))[:3]]
-    return ConfigError(f"{folder} is a folder, not a config file", hint=_TOML, tries=found or _commands("llama3_8b"))
+    files = [str(path) for path in sorted(folder.glob("*.toml"))[:3]]
+    return ConfigError(f"{folder} is a folder, not a config file", hint=_TOML, tries=files or _commands("llama3_8b"))
 
 
 def _of_file(path: Path, kind: str) -> ConfigError:

@@ -254,15 +254,15 @@ def _what_is_left(text: str, path: Path) -> tuple[list[str], list[str]]:
     return unknown, refused
 
 
-def write_upgraded(found: Upgrade, out: Path, *, replace: bool) -> None:
+def write_upgraded(upgraded: Upgrade, out: Path, *, replace: bool) -> None:
     """Write the new text; an existing file is replaced only with `replace`."""
     try:
         if replace:
             with replacing(out) as temporary:
-                temporary.write_bytes(found.data)
+                temporary.write_bytes(upgraded.data)
         else:
             with out.open("xb") as file:
-                file.write(found.data)
+                file.write(upgraded.data)
     except FileExistsError:
         raise ConfigError(f"{out} exists already", tries=["another name", "--in-place"]) from None
     except OSError as error:

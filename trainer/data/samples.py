@@ -89,9 +89,9 @@ def document_offsets(source: TokenSource, split: str) -> np.ndarray:
             hint="a registered dataset says it by a method offsets(split)",
             tries=["--training.document_mask none", "--training.document_mask eos"],
         )
-    found: np.ndarray = offsets(split)
-    refuse_wrong_offsets(found, len(tokens_of(source, split)))
-    return found
+    values: np.ndarray = offsets(split)
+    refuse_wrong_offsets(values, len(tokens_of(source, split)))
+    return values
 
 
 class SourceSamples:

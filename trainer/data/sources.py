@@ -227,8 +227,8 @@ def _token_ids(path: Path) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: not an array of token ids: {error}") from None
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "ui":
-        found = f"{ids.dtype}{list(ids.shape)}" if isinstance(ids, np.ndarray) else "several arrays"
-        raise DataError(f"{path}: holds {found}; token ids are one row of whole numbers", hint="uint16 or uint32")
+        content = f"{ids.dtype}{list(ids.shape)}" if isinstance(ids, np.ndarray) else "several arrays"
+        raise DataError(f"{path}: holds {content}; token ids are one row of whole numbers", hint="uint16 or uint32")
     if len(ids) and int(ids.min()) < 0:
         raise DataError(f"{path}: token {int(ids.argmin())} is {int(ids.min())}; a token id is not negative")
     return ids

@@ -200,18 +200,18 @@ def _check_folders(job: Job) -> None:
         refuse_other_run(dump_folder / config.checkpoint.folder)
 
 
-def _check_tokenizer(found: _Inputs) -> None:
-    _ = found.info
+def _check_tokenizer(inputs: _Inputs) -> None:
+    _ = inputs.info
 
 
-def _check_end_token(found: _Inputs) -> None:
-    _ = found.documents
+def _check_end_token(inputs: _Inputs) -> None:
+    _ = inputs.documents
 
 
-def _check_exports(found: _Inputs) -> None:
-    config = found.job.config
+def _check_exports(inputs: _Inputs) -> None:
+    config = inputs.job.config
     folders = export_folders(Path(config.job.dump_folder), config.checkpoint)
-    look_at_exports(folders, found.info, dtype=config.checkpoint.export_dtype)
+    look_at_exports(folders, inputs.info, dtype=config.checkpoint.export_dtype)
 
 
 def _check_position(inputs: _Inputs, path: Path) -> None:

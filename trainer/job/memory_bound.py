@@ -98,13 +98,13 @@ def _too_large(job: Job, on_it: Sequence[int], available: int | None, *, place: 
     needed = sum(state_bytes(job, on_it))
     if available is None or needed <= available:
         return None
-    of = f"{len(on_it):,} ranks" if len(on_it) > 1 else "a rank"
+    holders = f"{len(on_it):,} ranks" if len(on_it) > 1 else "a rank"
     return not_enough_memory(
         needed,
         available,
         whose="training",
         place=place,
-        hint=f"weights, gradients and optimizer states of {of} alone; activations come in addition",
+        hint=f"weights, gradients and optimizer states of {holders} alone; activations come in addition",
         tries=list(_tries(job, on_it, needed, available)),
     )
 

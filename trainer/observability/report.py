@@ -130,24 +130,24 @@ class Report:
 
     def _of_all_ranks(self, result: StepResult, memory: Mapping[str, float]) -> dict[str, float]:
         """The largest mean loss of a data-parallel rank's own tokens, and the most memory of a rank."""
-        own = result.own or OwnShare(result.loss, result.num_valid_tokens)
-        row = [self._batch_rank, own.loss, own.num_valid_tokens, *memory.values()]
-        ours = torch.tensor(row, dtype=torch.float64, device=self._device)
-        theirs = [torch.empty_like(ours) for _ in range(self._num_ranks)]
-        dist.all_gather(theirs, ours)
-        columns = torch.stack(theirs).T.tolist()
+        share = result.own or OwnShare(result.loss, result.num_valid_tokens)
+        row = [self._batch_rank, share.loss, share.num_valid_tokens, *memory.values()]
+        local = torch.tensor(row, dtype=torch.float64, device=self._device)
+        gathered = [torch.empty_like(local) for _ in range(self._num_ranks)]
+        dist.all_gather(gathered, local)
+        columns = torch.stack(gathered).T.tolist()
         shares, tokens = Counter[float](), dict(zip(columns[0], columns[2], strict=True))
-        for batch_rank, share in zip(columns[0], columns[1], strict=True):
-            shares[batch_rank] += share
-        means = [shares[one] * result.num_valid_tokens / num for one, num in tokens.items() if num]
+        for batch_rank, loss in zip(columns[0], columns[1], strict=True):
+            shares[batch_rank] += loss
+        means = [shares[rank] * result.num_valid_tokens / num for rank, num in tokens.items() if num]
         most = [max(column) for column in columns[3:]]
         return {"max_loss": max(means, default=result.loss), **dict(zip(memory, most, strict=True))}
 
     def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Log the metrics of a validation."""
-        known = {name: value for name, value in metrics.items() if value is not None}
+        measured = {name: value for name, value in metrics.items() if value is not None}
         for sink in self._sinks:
-            sink.log(step, known)
+            sink.log(step, measured)
 
     def fetching(self) -> AbstractContextManager[None]:
         """Context around loading a step's samples."""

@@ -90,9 +90,9 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
     yield model
 
 
-def _add_hooks(unit: nn.Module, made: list[ComputeCopy], freed: list[ComputeCopy]) -> None:
+def _add_hooks(unit: nn.Module, created: list[ComputeCopy], freed: list[ComputeCopy]) -> None:
     def show(module: nn.Module, args: object) -> None:
-        for copy in made:
+        for copy in created:
             copy.show()
 
     def hide(module: nn.Module, args: object, output: object) -> None:

