@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import select
 import sys
 from contextlib import contextmanager
 
@@ -21,12 +22,19 @@ METRICS = {"validation_loss": 2.0, "validation_perplexity": 7.4}
 def on_terminal():
     """Both streams are a terminal. Yields a function that reads what was written to it."""
     mine, theirs = pty.openpty()
+
+    def read():
+        written = os.read(mine, 1 << 16)
+        while select.select([mine], [], [], 0.02)[0]:  # two writes may arrive one after the other
+            written += os.read(mine, 1 << 16)
+        return written.decode().replace("\r\n", "\n")
+
     with pytest.MonkeyPatch.context() as patch, os.fdopen(theirs, "w") as stream:
         patch.setattr(sys, "stderr", stream)
         patch.setattr(sys, "stdout", stream)
         patch.setattr(status_line, "_shown", False)
         patch.setenv("TERM", "xterm")
-        yield lambda: os.read(mine, 1 << 16).decode().replace("\r\n", "\n")
+        yield read
     os.close(mine)
 
 
