@@ -60,8 +60,8 @@ def plan_conversion(
         view = with_extras(view, weights.source, weights.extras)
     native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
     written = {fqn for names in native_of.values() for fqn in names}
-    homeless = () if holds_extras else weights.extras
-    no_place = require_place(output.called, homeless, keep_extra=request.keep_extra)
+    unplaced = () if holds_extras else weights.extras
+    no_place = require_place(output.called, unplaced, keep_extra=request.keep_extra)
     dropped = no_place if naming is None else no_place | _dropped(weights, view, output, options)
     native_casts = find_casts(weights.source.tensors, request.dtype, keep=family.keep_float32)
     casts = {name: native_casts[names[0]] for name, names in native_of.items() if names[0] in native_casts}
@@ -73,7 +73,7 @@ def plan_conversion(
         casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
         casts |= quantization.casts(view.tensors)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
-    info = without_outer(weights.info, family) if homeless else weights.info
+    info = without_outer(weights.info, family) if unplaced else weights.info
     contents = Contents(tensors, view, family, info, request.dst)
     if quantization is not None:
         coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))

@@ -1,4 +1,4 @@
-"""Where a download is stored: the Hugging Face cache, or a plain folder."""
+"""Targets of a download: the Hugging Face cache, or a plain folder."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ class RemoteFile:
 
 
 class DownloadTarget(Protocol):
-    """Where a download is stored: the HF cache, or a plain folder."""
+    """The target of a download: the HF cache, or a plain folder."""
 
     path: Path  # the finished checkpoint folder
 
