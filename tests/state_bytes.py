@@ -25,7 +25,7 @@ def state_bytes(job: Job, pp_rank: int) -> dict[str, int]:
         is_tied = module == "tok_embeddings" and job.args.tied
         if is_tied and "output" in modules and job.split.num_stages > 1:  # the last stage has a copy
             num_values += num_local
-            num_updated += 0 if job.split.ends_meet else num_local
+            num_updated += 0 if job.split.first_and_last_on_one_rank else num_local
     bytes_of_values = num_values * value_bytes
     return {"parameters": bytes_of_values, "gradients": bytes_of_values, "optimizer": 2 * num_updated * moment_bytes}
 
