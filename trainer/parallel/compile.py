@@ -88,7 +88,7 @@ def _confuses_saved_tensors(recompute: ActivationCheckpoint, device: Device) -> 
     """Whether this torch mixes up the inputs of a compiled backward under tensor parallelism.
 
     torch 2.13 saves a DTensor's mesh as the last input of backward, and then appends a CPU's random state to it.
-    A GPU's random state is saved elsewhere, earlier versions save no mesh, and 2.15 saves no random state for attention
+    A GPU's random state is saved elsewhere, earlier versions save no mesh, and 2.14 saves no random state for attention
     without dropout, which is the one operation of a model that could need it.
     """
     is_whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
