@@ -18,16 +18,15 @@ cells=(pinned-3.11 pinned-3.12 pinned-3.13 oldest-3.12 newest-3.12)
 # The sample: tests that fail if an API of these packages changes.
 sample=(
     # torch: parallel wrappers, process groups, pipelines, compile, optimizers, attention kernels
-    tests/unit/trainer/{models,parallel,loss,optim}
-    tests/unit/trainer/test_{mesh,process_group,process_group_gloo,rendezvous}.py
-    tests/dist/test_{parity,ddp,one_rank,stock_dcp}.py
+    tests/dist/test_{parity,one_rank,ddp,stock_dcp}.py
+    tests/unit/trainer/{models,parallel,loss,optim,ranks}
     # torch: DCP's and torch.save's files; the dispatcher, Inductor and the allocator behind estimates
     tests/unit/trainer/checkpoints
     tests/unit/converters/containers/test_{dcp,dcp_write,safe_pickle,safetensors,stored_zip,target,torch_file,torch_write}.py
     tests/unit/titan_tools/memory/{trace,replay}
     # torchao: float8 training, quantized weights, optimizer states
     tests/dist/test_float8.py tests/unit/titan_tools/infer/model/test_{compiling,linear,mxfp4_blocks,quantize,tensor_parallel}.py
-    tests/unit/converters/test_{torchao_states,mxfp4}.py
+    tests/unit/converters/{test_torchao_states,views/test_mxfp4}.py
     # transformers: logits, tokenizers, chat templates
     tests/unit/titan_tools/infer/{text,test_families.py} tests/unit/converters/tokenizers
     # huggingface_hub
@@ -35,6 +34,9 @@ sample=(
     # all: what titan says of versions that it does not know
     tests/unit/titan_tools/test_installation.py
 )
+# Left out of the sample: further cases of what other tests of it show, and files whose size is what is tested.
+left_out="accumulated or bit_equal or loss_falls or with_or_without_float8 or large_metadata or many_chunks or in_its_own_layout
+    or killed_download or timeline"
 # Installed after the others: torchtune needs an older torchao than the newest.
 torchtune_sample=(tests/unit/converters/{torchtune,test_torchao_states.py} tests/unit/titan_tools/infer/model/test_quantize.py
     tests/unit/trainer/parallel/test_float8.py)
@@ -66,7 +68,9 @@ END
 
 run_tests() { # run_tests PART FILE…
     local part=$1; shift
-    "$environment/bin/python" -m pytest -q -n "${WORKERS:-2}" --dist loadfile -p no:cacheprovider -rfE --tb=short --durations=10 \
+    ls -d "$@" > /dev/null || return 1
+    "$environment/bin/python" -m pytest -q -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder -p no:cacheprovider -rfE --tb=short --durations=10 \
+        -k "not (${left_out//$'\n'/ })" \
         -o junit_family=xunit1 --junitxml "$cell/$part.xml" "$@" > "$cell/$part.txt" 2>&1 || true
 }
 
@@ -122,8 +126,13 @@ run_cell() { # run_cell NAME: 1 if it has to be run again
         return 1
     fi
     echo "$name: installed in $((SECONDS - begin)) s; testing" >&2
-    run_tests tests "${sample[@]}"
+    run_tests tests "${sample[@]}" &
     run_commands
+    if ! wait $!; then
+        cd "$root"
+        echo "$name: a file of the sample is not there" >&2
+        return 1
+    fi
     cd "$environment/source"
     if install torchtune '.[torchtune]' "${packages[@]}"; then
         run_tests torchtune "${torchtune_sample[@]}"

@@ -23,7 +23,7 @@ LOG_RANK=7 NGPU=99 CONFIG_FILE=/nonexistent TRAIN_FILE=my.train COMM_MODE=local_
 RANK=3 WORLD_SIZE=8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 SLURM_LOCALID=5 MASTER_ADDR=10.255.255.1 MASTER_PORT=1
 GLOO_SOCKET_IFNAME=none0 TITAN_IMPORT=/nonexistent TITAN_LAUNCH=1 TIKTOKEN_CACHE_DIR=/nonexistent
 """
-FEW = ("titan_tools/test_download.py::test_into_a_plain_folder", "titan_tools/test_console.py")
+FEW = ("titan_tools/test_download.py::test_into_a_plain_folder", "titan_tools/terminal/test_console.py")
 MORE = (
     "titan_tools/test_config_command.py",
     *("titan_tools/test_cli.py", "titan_tools/test_download.py", "titan_tools/test_data_command.py"),
@@ -38,9 +38,9 @@ MORE = (
         "titan_tools/infer/test_ranks.py",
         "trainer/observability/test_flight_recorder.py",
     ),
-    *("trainer/observability/test_throughput.py", "trainer/test_process_group.py", "trainer/test_build.py"),
+    *("trainer/observability/test_throughput.py", "trainer/ranks/test_process_group.py", "trainer/test_build.py"),
     *("trainer/test_runtime.py", "trainer/data/test_text.py", "converters/tokenizers/test_tokenizers.py"),
-    *("converters/test_open.py", "converters/test_commit.py", "../dist/test_launch_scripts.py"),
+    *("converters/source/test_open.py", "converters/store/test_commit.py", "../dist/test_launch_scripts.py"),
 )
 
 

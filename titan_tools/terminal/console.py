@@ -209,7 +209,8 @@ def _print_folded(
             grid.add_column(columns[column], overflow="fold", min_width=least)
     for row in rows:
         grid.add_row(*(Text(row[column]) for column, _, _ in shown))
-    Console(file=sys.stdout, highlight=False).print(grid)
+    size = get_terminal_size()  # rich takes 80 columns if TERM=dumb
+    Console(file=sys.stdout, highlight=False, width=size.columns, height=size.lines).print(grid)
 
 
 def _are_numbers(column: Sequence[str]) -> bool:

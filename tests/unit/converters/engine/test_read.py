@@ -58,7 +58,10 @@ def test_any_box_of_any_layout(tmp_path, monkeypatch, seed, block_bytes):
 def test_a_box_that_no_chunk_covers_is_an_error(tmp_path):
     array = np.zeros((4, 4), dtype="float32")
     catalog = lay_out(tmp_path, array, [Box((0, 0), (2, 4))], random.Random(0))
-    with CatalogReader(catalog) as reader, pytest.raises(CheckpointError, match="cover 4 of the 8 elements"):
+    with (
+        CatalogReader(catalog) as reader,
+        pytest.raises(CheckpointError, match=r"cover 4 of 8 elements, \[2, 4\] at \[1, 0\]"),
+    ):
         reader.read("w", Box((1, 0), (2, 4)))
 
 
