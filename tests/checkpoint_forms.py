@@ -119,14 +119,12 @@ def native(hf: Path) -> dict[str, torch.Tensor]:
     config, out = json.loads((hf / "config.json").read_text()), {}
     heads = {"wq": config["num_attention_heads"], "wk": config["num_key_value_heads"]}
     stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # (layer, matrix) → expert → its weight
-    config["model_type"].startswith("deepseek")
     for theirs, weight in load_file(hf / "model.safetensors").items():
         name = native_name(theirs)
-        if inside := re.fullmatch(r"(layers\.\d+)\.mlp\.experts\.(\d+)\.(gate|down|up)_proj\.weight", name):
+        if inside := re.fullmatch(r"(layers\.\d+)\.moe\.experts\.(\d+)\.(gate|down|up)_proj\.weight", name):
             layer, expert, matrix = inside.groups()
             stacks.setdefault((layer, {"gate": "w1", "down": "w2", "up": "w3"}[matrix]), {})[int(expert)] = weight
             continue
-        name = name.replace(".mlp.gate.", ".moe.router.gate.")
         rotated = heads.get(name.split(".")[-2]) if config["model_type"] == "llama" else None
         out[name] = (interleaved(weight, rotated) if rotated else weight).contiguous()
     for (layer, matrix), experts in stacks.items():
