@@ -5,6 +5,7 @@ names is typed for one direction (rules.py); rule_expressions.py makes the trees
 Join, Stack and Index, HeadRows and HeadRows, Transpose and Transpose are each other's inverse.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -24,7 +25,7 @@ RowNumbers = Callable[[str, Rows], Rows]  # (FQN, rows as stored) → native row
 
 
 @dataclass(frozen=True, slots=True)
-class Expression:
+class Expression(ABC):
     """A node. It does not know its dtype and shape, which the view lists.
 
     A node says what is different from its operands: the nodes among its fields.
@@ -55,9 +56,9 @@ class Expression:
         """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
         return self.has_other_rows or any(node.has_own_digest for node in self.operands)
 
+    @abstractmethod
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         """The values of a box."""
-        raise NotImplementedError
 
     def renamed(self, rename: Callable[[str], str]) -> "Expression":
         """The same over other tensors of the same shapes, such as an optimizer's moments."""
