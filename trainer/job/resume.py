@@ -85,7 +85,7 @@ def resumed_job(job: Job, recorded: Recorded, *, say: Callable[[str], None] = no
     _refuse_other_optimizer(job.config, recorded)
     training = job.config.training
     if recorded.left_batch not in (None, job.samples_per_step):
-        note(
+        say(
             f"{BATCH} = {job.samples_per_step} in this new run, not {recorded.left_batch} as up to"
             f" {recorded.path.name}: checkpoint.exclude_from_loading has train_state"
         )

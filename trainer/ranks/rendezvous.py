@@ -79,9 +79,7 @@ def _wrong_variables(problems: list[str]) -> ConfigError:
     return ConfigError(message, hint=_WHO_SETS_THEM, tries=["unset RANK WORLD_SIZE, to let titan start the ranks"])
 
 
-def join_group(
-    backend: str, *, timeout: timedelta, environment: Mapping[str, str] = os.environ, **options: Any
-) -> None:
+def join_group(backend: str, *, timeout: timedelta, **options: Any) -> None:
     """Join the default process group that the launcher's variables describe, within `timeout`.
 
     `options`: of `init_process_group`. Raises ConfigError for a variable, an address or a port that is wrong, and
