@@ -215,7 +215,7 @@ def reshard(
 
 
 def _refuse_other_payloads(reader: CatalogReader, sections: Mapping[str, str]) -> None:
-    """Raise UnsupportedError where items hold other classes than the plain tensors that .metadata lists."""
+    """Raise UnsupportedError if items hold other classes than the plain tensors that .metadata lists."""
     if other := reader.smaller_than_listed():
         found = dict.fromkeys(sections[name] for name in other)
         raise UnsupportedError(

@@ -45,7 +45,7 @@ class _Joined:
 def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[NativeWeights]:
     """The text model `weights` with the tensors, files and fields that the multimodal checkpoint in `folder` has.
 
-    Weights that have such tensors are complete, and without a folder they stay as they are. Raises ConfigError where
+    Weights that have such tensors are complete, and without a folder they stay as they are. Raises ConfigError if
     the folder holds another model, or nothing beside its text model, and CheckpointError where its tensors are not
     those of its manifest.
     """

@@ -27,7 +27,7 @@ class FolderDestination:
     format: Format
 
     def check(self, src: Path, *, overwrite: bool) -> None:
-        """Raise CheckpointError where the output may not be written."""
+        """Raise CheckpointError if the output may not be written."""
         check_places(src, self.path, overwrite=overwrite)
 
     def remarks(self, src: Path, catalog: Catalog, info: ModelInfo) -> list[str]:
@@ -49,7 +49,7 @@ class FileDestination:
     path: Path
 
     def check(self, src: Path, *, overwrite: bool) -> None:
-        """Raise CheckpointError where the file may not be written; only a torch file of weights is replaced."""
+        """Raise CheckpointError if the file may not be written; only a torch file of weights is replaced."""
         dst = self.path
         if not dst.exists() or dst.is_symlink() or src.resolve() == dst.resolve():
             check_places(src, dst, overwrite=overwrite)
@@ -113,7 +113,7 @@ def destination_of(dst: Path, format: Format) -> Destination:
 
 
 def _not_weights(path: Path) -> str:
-    """What a file is that is no torch file of weights; "" for one that is."""
+    """The kind of a file that is not a torch file of weights; "" if it is one."""
     try:
         torch_file.read_catalog(path)
     except TitanError as error:

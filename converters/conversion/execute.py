@@ -21,7 +21,7 @@ from converters.store.manifest import TensorSum, write_manifest
 
 
 def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError where `dst` may not be written: it exists, or replacing it would delete `src`."""
+    """Raise CheckpointError if `dst` may not be written: it exists, or replacing it would delete `src`."""
     source, destination = src.resolve(), dst.resolve()
     if source == destination:
         raise CheckpointError(f"{dst} is the source itself", hint="write to another folder")

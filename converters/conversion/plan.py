@@ -171,7 +171,7 @@ def _dropped(weights: NativeWeights, view: View, output: Format, options: Output
 
 
 def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
-    """The floating tensors that are cast to `dtype`; none where it is None (the source dtype stays).
+    """The floating tensors that are cast to `dtype`; none if it is None (the source dtype stays).
 
     Those of `find_kept_float32` stay float32.
     """
@@ -203,7 +203,7 @@ def find_kept_float32(tensors: Mapping[str, TensorInfo], dtype: str | None, *, k
 
 
 def _floating(dtype: str) -> str:
-    """The name of an element type as a user may spell it. Raises ConfigError where it is not a floating type."""
+    """The name of an element type as a user may spell it. Raises ConfigError if it is not a floating type."""
     name = DTYPE_SPELLINGS.get(dtype, dtype)
     if name not in DTYPES or not DTYPES[name].is_floating:
         floating = ", ".join(d.name for d in DTYPES.values() if d.is_floating)

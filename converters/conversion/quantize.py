@@ -53,7 +53,7 @@ class Quantization:
         return {name: DEQUANTIZED for name in self.encoders if tensors[name].dtype != DEQUANTIZED}
 
     def check_known(self) -> None:
-        """Raise CheckpointError where the scales that are kept are not those of their folder's manifest."""
+        """Raise CheckpointError if the scales that are kept are not those of their folder's manifest."""
         if self.known is not None and self.keeps_known:
             check_tensors(self.known.reader, self.known_scales)
 
@@ -148,7 +148,7 @@ def _mxfp4_encoders(
 ) -> tuple[dict[str, Mxfp4Encoder], tuple[str, ...]]:
     """An encoder for each weight, and the names of known scales; these may have other names than the output's.
 
-    Raises UnsupportedError where rows are not whole blocks.
+    Raises UnsupportedError if rows are not whole blocks.
     """
     if odd := [f"{name}  {list(tensors[name].shape)}" for name in chosen if tensors[name].shape[-1] % scheme.block[1]]:
         raise UnsupportedError(
@@ -188,7 +188,7 @@ def _stays(
 
 
 def _same_scheme(asked: Scheme, found: Scheme, folder: Path) -> Scheme:
-    """The scheme of a folder whose scales are kept. Raises ConfigError where another was asked for."""
+    """The scheme of a folder whose scales are kept. Raises ConfigError if another was asked for."""
     if (asked.method, asked.power_of_two) != (found.method, found.power_of_two):
         kinds = {text: (each.method, each.power_of_two) for text, each in SPELLINGS.items()}
         fitting = next(text for text, kind in kinds.items() if kind == (found.method, found.power_of_two))

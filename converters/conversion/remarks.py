@@ -45,7 +45,7 @@ def describe_dtypes(
 
 
 def describe_quantized(quantized: QuantizedTensors | None) -> str:
-    """How weights of a checkpoint are quantized; "" where they are not."""
+    """How weights of a checkpoint are quantized; "" if they are not."""
     if quantized is None:
         return ""
     return f"{len(quantized.expressions):,} weights from {quantized.scheme}, now {quantized.dtype}"
@@ -74,7 +74,7 @@ def describe_tokenizer(info: ModelInfo) -> str:
 
 
 def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
-    """Files of the source's folder that are not in the output; "" where there are none. Hidden ones do not count."""
+    """Files of the source's folder that are not in the output; "" if there are none. Hidden ones do not count."""
     holding = catalog.tensor_files
     carried = {path.absolute() for path in info.assets.values()}
     places = [catalog.root, catalog.root / ASSETS_FOLDER]

@@ -61,7 +61,7 @@ def _is_foreign(catalog: Catalog, naming: str, info: ModelInfo) -> bool:
 def apply_trained_by(weights: NativeWeights, trained_by: str | None) -> tuple[NativeWeights, list[str]]:
     """The weights with the numbers that describe what was trained, and remarks.
 
-    Without `trained_by` the numbers stay, and a remark says where it matters. Raises ConfigError where it does not.
+    Without `trained_by` the numbers stay, and a remark says where it matters. Raises ConfigError if it does not.
     """
     family, info = get_family(weights.info.family), weights.info
     is_foreign = _is_foreign(weights.catalog, weights.naming, info)

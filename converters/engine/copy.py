@@ -74,7 +74,7 @@ class _Unit:
     resumed: bool = False
 
     def record(self) -> dict[str, Any]:
-        """Its record in the journal."""
+        """The unit's record in the journal."""
         pieces = [[piece.slot, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
         return {"pieces": pieces} | {name: getattr(self, name) for name in _RECORDED}
 
@@ -105,7 +105,7 @@ def copy_tensors(
     `casts` (FQN → dtype) are the only casts; a finite value that becomes infinite is an error that lists all tensors
     with such values. `encoders` (FQN → encoder) make two tensors of the target, codes and scales, of one of the source;
     the digest of the codes is that of the values that they stand for. `check_source` gets the digests of what was read,
-    before any cast, and raises where they are wrong. Memory: a few blocks per worker. `on_bytes` is called for each
+    before any cast, and raises if they are wrong. Memory: a few blocks per worker. `on_bytes` is called for each
     unit. `journal` records every unit that is written; units that it has recorded before are skipped if the bytes in
     `folder` have the recorded CRC32s.
     """

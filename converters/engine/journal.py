@@ -96,7 +96,7 @@ class Journal:
     """The journal of one output, locked as long as it is open. Records are JSON objects by number of their unit."""
 
     def __init__(self, path: Path):
-        """Open or create it. Raises CheckpointError where another process has locked it."""
+        """Open or create it. Raises CheckpointError if another process has locked it."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._places: dict[int, tuple[int, int]] = {}  # unit → (offset, length) of its line
@@ -121,7 +121,7 @@ class Journal:
         os.write(self._descriptor, _line({"journal": VERSION, **header}))
 
     def load(self, header: Mapping[str, Any]) -> bool:
-        """Read the records; False where the journal is empty or has another header.
+        """Read the records; False if the journal is empty or has another header.
 
         What follows the last valid line is removed, so that the next record begins a line.
         """
@@ -164,7 +164,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None where it is incomplete."""
+    """The record of a line; None if it is incomplete."""
     text = line[9:-1]
     if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(text):
         return None

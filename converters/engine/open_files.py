@@ -57,7 +57,7 @@ class OpenFiles:
         return slot
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file has another size or time than when it was first opened or watched."""
+        """Raise CheckpointError if a file has another size or time than when it was first opened or watched."""
         for name, state in self._states.items():
             try:
                 found = _state(os.stat(self._root / name))

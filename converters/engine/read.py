@@ -56,7 +56,7 @@ class CatalogReader:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file has another size or time than when this reader was made."""
+        """Raise CheckpointError if a file has another size or time than when this reader was made."""
         self._files.check_unchanged()
 
     def read(self, fqn: str, box: Box) -> np.ndarray:

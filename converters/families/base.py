@@ -68,7 +68,7 @@ SCALINGS: Mapping[str, type[Scaling]] = {
 
 
 def rope_type(scaling: Scaling | None) -> str:
-    """Its name in transformers."""
+    """Name of a scaling in transformers."""
     if scaling is None:
         return "default"
     return next(name for name, kind in SCALINGS.items() if isinstance(scaling, kind))
@@ -296,7 +296,7 @@ class Block:
 
     @property
     def latent(self) -> Latent | None:
-        """Its latent attention, if it has one."""
+        """The block's attention if it is latent."""
         return self.attention if isinstance(self.attention, Latent) else None
 
 
@@ -422,7 +422,7 @@ class Family:
     quantized_as: tuple[str, ...] = ("fp8",)  # how such models are published, beside 16 bits (quantization.Scheme)
 
     def blocks(self, args: ModelArgs) -> list[Block]:
-        """Of every layer."""
+        """The block of every layer."""
         return [self.block(args, layer) for layer in range(args.num_layers)]
 
     def value_dim(self, args: ModelArgs) -> int:

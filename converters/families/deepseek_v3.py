@@ -75,7 +75,7 @@ def block(args: ModelArgs, layer: int) -> Block:
 
 
 def parameters(args: ModelArgs) -> list[Parameter]:
-    """Those of latent attention, and of a SwiGLU or experts, in each layer, in torchtitan's names.
+    """Parameters: latent attention, and a SwiGLU or experts, in each layer, under torchtitan's names.
 
     Layers for multi-token prediction are like the one after the last, with norms of what they get, and a projection.
     """

@@ -115,7 +115,7 @@ def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, Ten
     """How floating tensors under the names of codes lie: as gate_up_proj's shape says, for down_proj too.
 
     down_proj, which is square in published models, says it where there is no gate_up_proj. Raises CheckpointError
-    where no shape can.
+    if no shape can.
     """
     from converters.common.dtypes import DTYPES  # with numpy, which a config does not load
 

@@ -31,7 +31,7 @@ class Rope:
 
 
 def refused_rope(config: Mapping[str, Any]) -> list[str]:
-    """The settings of a file's RoPE that are not covered. Raises CheckpointError where it has no numbers."""
+    """The settings of a file's RoPE that are not covered. Raises CheckpointError if it has no numbers."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
             raise CheckpointError(f"config.json: {key} is a {type(config[key]).__name__}, not an object")
@@ -48,9 +48,9 @@ def refused_rope(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_rope(config: Mapping[str, Any], *, max_positions: int, default_theta: float = DEFAULT_THETA) -> Rope:
-    """Theta and scaling of a file without settings of `refused_rope`. Raises CheckpointError where a number is missing.
+    """Theta and scaling of a file without settings of `refused_rope`. Raises CheckpointError if a number is missing.
 
-    Raises UnsupportedError where transformers 4 and 5 would compute different models, unless the file is for one of
+    Raises UnsupportedError if transformers 4 and 5 would compute different models, unless the file is for one of
     them.
     """
     five = _as_transformers_5(config, max_positions, default_theta)
@@ -93,7 +93,7 @@ def _as_transformers_5(config: Mapping[str, Any], max_positions: int, default_th
 
 
 def _as_transformers_4(config: Mapping[str, Any], max_positions: int, default_theta: float) -> Rope | None:
-    """None where transformers 4 fails."""
+    """None if transformers 4 fails."""
     rope = config.get("rope_scaling")
     theta = float(config.get("rope_theta") or default_theta)
     if rope is None:

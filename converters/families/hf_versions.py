@@ -12,7 +12,7 @@ from converters.families.base import ModelArgs, YarnRope
 
 
 def differences_of_version(config: Mapping[str, Any], args: ModelArgs) -> list[str]:
-    """Where the version of transformers that saved a config.json computes other numbers; [] where it does not.
+    """Where the version of transformers that saved a config.json computes other numbers; [] if it does not.
 
     A model whose code is in its repository (`auto_map`) is not computed by transformers' class.
     """

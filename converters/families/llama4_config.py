@@ -117,7 +117,7 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
 
 
 def _step(chosen: Sequence[int], num_layers: int) -> int | None:
-    """The step by which the last of every so many layers is chosen; None where it is another choice."""
+    """The step by which the last of every so many layers is chosen; None if it is another choice."""
     step = chosen[0] + 1 if chosen else num_layers + 1
     return step if list(chosen) == list(range(step - 1, num_layers, step)) else None
 

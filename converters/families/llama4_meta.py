@@ -144,7 +144,7 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
 def meta_params(args: ModelArgs) -> dict[str, Any]:
     """params.json's content. Meta's code computes widths, so numbers are chosen that result in them.
 
-    Raises UnsupportedError, listing all reasons, where Meta's code would build another model.
+    Raises UnsupportedError, listing all reasons, if Meta's code would build another model.
     """
     assert isinstance(args, Llama4Args)
     step, interval = _step(args.sparse_layers, args.num_layers), _step(args.layers_without_positions, args.num_layers)
@@ -197,7 +197,7 @@ def meta_params(args: ModelArgs) -> dict[str, Any]:
 
 
 def _step(chosen: Sequence[int], num_layers: int) -> int | None:
-    """The step by which the last of every so many layers is chosen; None where none are, or others."""
+    """The step by which the last of every so many layers is chosen; None if none are, or others."""
     step = chosen[0] + 1 if chosen else None
     return step if step and list(chosen) == list(range(step - 1, num_layers, step)) else None
 
@@ -218,7 +218,7 @@ def _expert_hidden(params: Mapping[str, Any], experts: Mapping[str, Any]) -> int
 
 
 def _widths(args: Llama4Args) -> dict[str, Any] | None:
-    """Numbers for which Meta's formulas give the two widths; None where none were found."""
+    """Numbers for which Meta's formulas give the two widths; None if none were found."""
     base, common = int(2 * int(4 * args.dim) / 3), gcd(args.ffn_hidden, args.expert_hidden)
     for multiple in (m for m in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1) if common % m == 0):
         for multiplier in (1.2, 1.3, 1.5, 1.0, args.ffn_hidden / base, (args.ffn_hidden + 0.5) / base):

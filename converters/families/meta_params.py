@@ -71,7 +71,7 @@ def _formula(params: Mapping[str, Any]) -> int:
 def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
     """params.json's content. Meta's code computes the feed-forward width, so a multiplier is chosen that results in it.
 
-    Raises UnsupportedError where Meta's code would build another model: it has one formula and one kind of scaling.
+    Raises UnsupportedError if Meta's code would build another model: it has one formula and one kind of scaling.
     There is no max_seq_len: Meta's loader passes its own, and the argument must not be given twice.
     """
     params = _numbers(args)

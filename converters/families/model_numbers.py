@@ -100,7 +100,7 @@ def check_args(args: ModelArgs, *, what: str) -> None:
 
 
 def check_blocks(family: Family, args: ModelArgs, *, what: str) -> None:
-    """Raise CheckpointError where the layers that a family makes of numbers cannot be."""
+    """Raise CheckpointError if the layers that a family makes of numbers cannot be."""
     blocks = family.blocks(args)
     experts = [block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts)]
     problems = [problem for one in dict.fromkeys(experts) for problem in _expert_problems(one)]

@@ -224,7 +224,7 @@ def _args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
 
 
 def _expert_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of Qwen3MoeConfig, with the class's defaults. transformers 5 writes num_local_experts for num_experts."""
+    """Numbers of Qwen3MoeConfig, by the class's defaults if absent. transformers 5 writes num_local_experts."""
     if config.get("num_experts") == 0:
         raise UnsupportedError(
             "config.json describes a Qwen 3 MoE without experts", hint="dense ones are of type qwen3"

@@ -67,7 +67,7 @@ def get_family(name: str) -> Family:
 
 
 def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
-    """Family and numbers of a transformers config.json. Raises UnsupportedError where no family reads it.
+    """Family and numbers of a transformers config.json. Raises UnsupportedError if no family reads it.
 
     How the weights are quantized is no property of a family (quantization.read_quantization).
     """

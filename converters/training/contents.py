@@ -50,7 +50,7 @@ class ReshardedContents:
 def collect(
     reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool
 ) -> ReshardedContents:
-    """Plan all sections of `reader`. Raises CheckpointError where the optimizer does not match the model."""
+    """Plan all sections of `reader`. Raises CheckpointError if the optimizer does not match the model."""
     names = spelling.names
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
     has_weights = any(name in reader.tensors for made in spelling.weights.values() for name in made.sources)
@@ -101,7 +101,7 @@ def collect(
 def _refuse_left_behind(
     reader: CatalogReader, names: ParameterNames, others: Sequence[str], sections: Mapping[str, str]
 ) -> None:
-    """Raise CheckpointError where entries that would be copied follow parameters that get other names or rows."""
+    """Raise CheckpointError if entries that would be copied follow parameters that get other names or rows."""
     if names.keep_places:
         return
     shapes = {shape for shape in names.shapes.values() if len(shape) > 1}

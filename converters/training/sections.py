@@ -28,7 +28,7 @@ class TrainingCheckpoint:
 def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> TrainingCheckpoint:
     """Rename `app.optim.state…` to `optimizer.state…`, and move the other entries of `app` up as well.
 
-    Optimizers of a list or dict that have parts of the parameters each become one. Raises UnsupportedError where two
+    Optimizers of a list or dict that have parts of the parameters each become one. Raises UnsupportedError if two
     have the same names, or of several models another than the selected one may have the optimizer, unless `drop` has
     its section.
     """
@@ -82,7 +82,7 @@ def _optimizer_place(name: str) -> str:
 
 
 def _of_selected(catalog: Catalog, places: Sequence[str], selected: str, *, drop: Collection[str]) -> list[str]:
-    """The optimizers of the selected model. Raises UnsupportedError where another could be taken for one of them.
+    """The optimizers of the selected model. Raises UnsupportedError if another could be taken for one of them.
 
     One in another model's own dict stays there; elsewhere, a later reader of the output would give it to the model that
     is at the root then.
@@ -138,9 +138,9 @@ _PER_RANK = f"{DATALOADER}.dp_rank_"  # torchtitan's
 
 
 def describe_loader_state(names: Collection[str], mesh: MeshShape | None) -> str:
-    """The kind of a checkpoint's loader state, and whether it fits `mesh`; "" where there is none.
+    """The kind of a checkpoint's loader state, and whether it fits `mesh`; "" if there is none.
 
-    Raises UnsupportedError where it is invalid on `mesh`.
+    Raises UnsupportedError if it is invalid on `mesh`.
     """
     keys = {name.removeprefix(f"{DATALOADER}.") for name in names if name.startswith(f"{DATALOADER}.")}
     if not keys:
@@ -166,7 +166,7 @@ def describe_loader_state(names: Collection[str], mesh: MeshShape | None) -> str
 
 
 def describe_rng_state(names: Collection[str], mesh: MeshShape | None) -> str:
-    """What happens to the ranks' random number states; "" where there are none."""
+    """What happens to the ranks' random number states; "" if there are none."""
     num_ranks = sum(name.startswith(f"{RNG}.cpu.") for name in names)
     if not num_ranks:
         return ""

@@ -1,6 +1,7 @@
 """The house rules that a machine can check: import arrows, light start, packages named in pyproject."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -200,6 +201,20 @@ def test_init_files_hold_no_code():
         for file in (ROOT / package).rglob("__init__.py"):
             body = ast.parse(file.read_text()).body
             assert all(isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in body), file
+
+
+def test_docstrings_have_their_nouns_and_say_if():
+    """`Number of rows of one block`, not `Of a block`; an error is raised *if* something is wrong, not *where*."""
+    guilty = []
+    for file in (file for package in OURS for file in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
+                continue
+            text = " ".join((ast.get_docstring(node) or "").split())
+            has_no_noun = re.match(r"(As|Its|Of|Those)\b", text)
+            if has_no_noun or re.search(r"\b(Raises? \w+(, [^,.]*,)?|None|False|\"\"|0) where\b", text):
+                guilty.append(f"{file.relative_to(ROOT)}: {text:.100}")
+    assert guilty == []
 
 
 def test_every_package_is_named_in_pyproject():

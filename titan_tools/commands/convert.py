@@ -58,7 +58,7 @@ class _Pairs(TyperGroup):
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names. Of A-to-B with an unknown format the error lists the formats."""
+        """The command that the first word names. The error for A-to-B with an unknown format lists the formats."""
         source, is_pair, to = args[0].partition("-to-")
         unknown = [name for name in (source, to) if name not in FORMATS]
         if is_pair and unknown:

@@ -29,7 +29,7 @@ class FoundCheckpoint:
 def find_checkpoints(path: Path) -> Iterator[FoundCheckpoint]:
     """`path` itself, or the steps of a run's folder that look complete, newest first.
 
-    A caller that takes another step has found the one before damaged, and reports that. Raises CheckpointError where no
+    A caller that takes another step has found the one before damaged, and reports that. Raises CheckpointError if no
     step is left.
     """
     run = _folder_of_steps(path)
@@ -69,7 +69,7 @@ def find_tokenizer(root: Path, model_from: Path | None, assets: Mapping[str, Pat
     """The folder of the tokenizer: the checkpoint's, `root`, else `model_from`.
 
     `assets`: of the open checkpoint. Where both folders have the tokenizer, it is the same one, and `model_from` is
-    chosen if only it has a chat template. Raises CheckpointError where neither has a tokenizer.
+    chosen if only it has a chat template. Raises CheckpointError if neither has a tokenizer.
     """
     own, given = _tokenizer_in(root), _tokenizer_in(_folder_of(model_from)) if model_from else {}
     places = [root, *([_folder_of(model_from)] if model_from else [])]
@@ -92,7 +92,7 @@ def _small_file_problem(step: Path) -> str:
 
 
 def _folder_of_steps(path: Path) -> Path | None:
-    """The folder with a run's steps; None where `path` is not a run's folder."""
+    """The folder with a run's steps; None if `path` is not a run's folder."""
     if not path.is_dir() or (path / DCP_METADATA).is_file():
         return None
     return next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)

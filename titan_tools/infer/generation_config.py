@@ -169,7 +169,7 @@ def _or(value: float | None, default: Any) -> Any:
 
 
 def note_on(config: GenerationConfig | None, request: Request) -> str:
-    """A note on the fields that are (not) followed; "" where the file has only stop tokens."""
+    """A note on the fields that are (not) followed; "" if the file has only stop tokens."""
     if config is None or request.score:
         return ""
     fields = config.effective_fields(explicit=() if request.generation_config else request.explicit)

@@ -136,7 +136,7 @@ def load_for_inference(
         select: the model, where the checkpoint holds several.
         model_from: folder with the model's config and tokenizer, where the checkpoint lacks them.
 
-    Raises CheckpointError where the checkpoint cannot be read, ConfigError where the options do not fit it, and
+    Raises CheckpointError if the checkpoint cannot be read, ConfigError if the options do not fit it, and
     OutOfMemory.
     """
     request = Request(

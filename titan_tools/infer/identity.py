@@ -100,7 +100,7 @@ def _tokenizer_identity(folder: Path) -> str:
 
 
 def check_same_inputs(inputs: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Raise ConfigError where ranks have read different content, with every rank's path of the first such input.
+    """Raise ConfigError if ranks have read different content, with every rank's path of the first such input.
 
     `inputs`: for each rank, name of an input → (identity, path).
     """

@@ -61,7 +61,7 @@ def prepare_work(request: Request, weights: NativeWeights) -> Work:
 def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -> bool:
     """Whether a step of a run is damaged, so that an older one is used instead; a note says so, as in training.
 
-    Each rank reads a share of the files. Raises CheckpointError where the user named the damaged checkpoint itself.
+    Each rank reads a share of the files. Raises CheckpointError if the user named the damaged checkpoint itself.
     """
     if ranks.is_first:
         for skipped in found.skipped:

@@ -118,7 +118,7 @@ def least_bytes(work: Work, weights: NativeWeights, rank: int, *, num_tokens: in
 
 
 def require_on_host(work: Work, weights: NativeWeights, task: Task, on_it: Iterable[int], *, place: str) -> None:
-    """Raise ConfigError where these ranks of this machine need more host memory than is available.
+    """Raise ConfigError if these ranks of this machine need more host memory than is available.
 
     Of the cache the tokens count that are certainly computed: on a CPU it takes memory only as tokens are added.
     """
@@ -127,7 +127,7 @@ def require_on_host(work: Work, weights: NativeWeights, task: Task, on_it: Itera
 
 
 def require_on_gpu(work: Work, weights: NativeWeights, task: Task, ranks: TPRanks) -> None:
-    """Raise ConfigError where this rank's GPU has less free memory than its weights and one row of the cache need."""
+    """Raise ConfigError if this rank's GPU has less free memory than its weights and one row of the cache need."""
     needed = least_bytes(work, weights, ranks.rank, num_tokens=task.room)
     _require(work, needed, free_bytes(ranks.device), place=f"the GPU of rank {ranks.rank}")
 
@@ -146,7 +146,7 @@ def _require(work: Work, needed: int, available: int | None, *, place: str) -> N
 
 @contextmanager
 def memory_for_weights(work: Work, weights: NativeWeights, rank: int) -> Iterator[None]:
-    """Raise OutOfMemory, with fixes, where loading a rank's weights runs out of memory."""
+    """Raise OutOfMemory, with fixes, if loading a rank's weights runs out of memory."""
     num_gib = weight_bytes(work, weights, rank) / GIB
     dtype = work.weights_dtype
     with _explained(f" while reading the weights, about {num_gib:.2f} GiB per rank in {dtype}", _weight_tries(work)):
@@ -155,7 +155,7 @@ def memory_for_weights(work: Work, weights: NativeWeights, rank: int) -> Iterato
 
 @contextmanager
 def memory_for_sequences(work: Work, model: SlicedModel, *, rows: int, room: int) -> Iterator[None]:
-    """Raise OutOfMemory, with fixes, where `rows` sequences of up to `room` tokens run out of memory."""
+    """Raise OutOfMemory, with fixes, if `rows` sequences of up to `room` tokens run out of memory."""
     sequences = f"{rows:,} sequences of" if rows > 1 else "a sequence of up to"
     num_gib = rows * model.cache_bytes(room) / GIB
     cache = f"the cache of {sequences} {room:,} tokens takes {num_gib:.2f} GiB per rank in addition to the weights"

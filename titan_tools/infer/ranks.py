@@ -48,7 +48,7 @@ def tp_degree(requested: int | None) -> int:
 
 
 def check_devices(tp: int) -> None:
-    """Raise ConfigError where this machine has GPUs, but fewer than ranks."""
+    """Raise ConfigError if this machine has GPUs, but fewer than ranks."""
     # A launcher that does not set LOCAL_WORLD_SIZE says which GPU is this rank's; see `own_device`
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if inside_launch() else tp))
     if torch.cuda.is_available() and num_local > torch.cuda.device_count():
@@ -59,7 +59,7 @@ def check_devices(tp: int) -> None:
 
 
 def own_device(tp: int) -> torch.device:
-    """The CPU, or this rank's GPU, made the current one. Raises ConfigError where the launcher does not name it."""
+    """The CPU, or this rank's GPU, made the current one. Raises ConfigError if the launcher does not name it."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))
@@ -133,7 +133,7 @@ class TPRanks:
 def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
     """Set up the process groups of `tp` ranks (none with 1); tear them down after success.
 
-    Raises LostRank where another rank has ended or hangs; that one reports the reason.
+    Raises LostRank if another rank has ended or hangs; that one reports the reason.
     """
     device = own_device(tp)
     if tp == 1:
@@ -205,7 +205,7 @@ def _poll(descriptors: Mapping[int, int], is_done: threading.Event, rank: int) -
 def open_pidfds(processes: Mapping[int, int]) -> dict[int, int] | None:
     """For process id → rank: process descriptor → rank; a descriptor becomes readable when its process ends.
 
-    None where the system has no process descriptors.
+    None if the system has no process descriptors.
     """
     try:
         return {os.pidfd_open(pid): rank for pid, rank in processes.items()}

@@ -92,7 +92,7 @@ def describe(stats: dict[str, Any], *, num: int = 1) -> str:
 
 
 def peak_gb_per_sec(device: torch.device) -> float | None:
-    """The device's peak memory bandwidth, None where it is unknown, as on a CPU."""
+    """The device's peak memory bandwidth, None if it is unknown, as on a CPU."""
     if device.type != "cuda":
         return None
     return data_sheet(torch.cuda.get_device_name(device)).gb_per_sec

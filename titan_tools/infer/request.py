@@ -83,7 +83,7 @@ def load_request(path: Path) -> Request:
 def check_options(request: Request, *, is_settled: bool = True) -> None:
     """Raise ConfigError with all options that do not go together, before anything is read.
 
-    `is_settled`: False where sampling options may still come from a generation config.
+    `is_settled`: False if sampling options may still come from a generation config.
     """
     problems = list(_problems(request, is_settled=is_settled))
     try:

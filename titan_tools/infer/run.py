@@ -91,7 +91,7 @@ def _needs_ranks(request: Request) -> bool:
 
 
 def _check_memory(work: Work, weights: NativeWeights, task: Task, ranks: TPRanks) -> None:
-    """Raise ConfigError where this machine, or this rank's GPU, cannot hold weights and cache; before any is read."""
+    """Raise ConfigError if this machine, or this rank's GPU, cannot hold weights and cache; before any is read."""
     if ranks.device.type == "cuda":
         require_on_gpu(work, weights, task, ranks)
     else:
@@ -108,7 +108,7 @@ def _with_recorded_moment(request: Request) -> Request:
 
 
 def _check_same_inputs(work: Work, ranks: TPRanks) -> None:
-    """Raise ConfigError on all ranks where one reads other files than the first, as on machines of their own."""
+    """Raise ConfigError on all ranks if one reads other files than the first, as on machines of their own."""
     if ranks.tp > 1:
         check_same_inputs(on_each(ranks.control_group, lambda: _inputs_of(work)))
 

@@ -35,16 +35,16 @@ class Work:
 
     @property
     def weights_dtype(self) -> str:
-        """Of the weights in memory: the format of those that are quantized, else the dtype of the computation."""
+        """Dtype of the weights in memory: the format of quantized ones, else the dtype of the computation."""
         return self.stored or self.request.quantize or self.dtype
 
 
 class Task(Protocol):
-    """Made from `Work` by the `prepare_…` function of its file, which raises where the request cannot be fulfilled."""
+    """Made from `Work` by the `prepare_…` function of its file, which raises if the request cannot be fulfilled."""
 
     @property
     def rows(self) -> int:
-        """Sequences that decode together; 0 where an earlier run has left nothing to do (known to the first rank)."""
+        """Sequences that decode together; 0 if an earlier run has left nothing to do (known to the first rank)."""
 
     @property
     def room(self) -> int:
@@ -55,7 +55,7 @@ class Task(Protocol):
         """Tokens of a sequence that is certainly computed, for a lower bound of the cache."""
 
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
-        """Called on all ranks; the first one prints. The engine is None where `rows` is 0."""
+        """Called on all ranks; the first one prints. The engine is None if `rows` is 0."""
 
 
 def generation_settings(work: Work, *, max_new_tokens: int) -> GenerationSettings:

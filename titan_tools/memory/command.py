@@ -144,7 +144,7 @@ def _resolve(config: Config, world_size: int | None, problems: list[str], *, imb
 
 
 def gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
-    """What the GPU type has no kernels for."""
+    """Settings of the config that the GPU type has no kernels for."""
     if gpu is None or not is_float8(config.model) or config.float8.emulate:
         return []
     major, minor = capability_needed(config.float8)

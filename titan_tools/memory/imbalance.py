@@ -9,7 +9,7 @@ JUDGED_IMBALANCE = 1.5
 
 
 def worst_imbalance(job: Job) -> float:
-    """If all tokens chose as many experts of one rank as they can; 1 where every rank has the rows of its own tokens.
+    """If all tokens chose as many experts of one rank as they can; 1 if every rank has the rows of its own tokens.
 
     Without expert parallelism no router has an effect on memory, nor where debug.moe_force_load_balance replaces it.
     """

@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def margin_gib(self) -> tuple[float, float]:
-        """What remains at the high and at the low end of what is needed; negative where it does not fit."""
+        """What remains at the high and at the low end of what is needed; negative if it does not fit."""
         low, high = self.needed_gib
         return self.gpu.usable_gib - high, self.gpu.usable_gib - low
 
@@ -81,7 +81,7 @@ def assumptions_of(
 ) -> tuple[str, ...]:
     """What an estimate assumes of a run on a GPU type, in sentences.
 
-    `imbalance`: what verdicts assume; None where memory does not depend on the router.
+    `imbalance`: what verdicts assume; None if memory does not depend on the router.
     """
     import torch
 

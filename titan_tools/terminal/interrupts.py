@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM where Python or torch would swallow them: during imports, and in `__del__` and callbacks."""
+"""Ctrl-C and SIGTERM if Python or torch would swallow them: during imports, and in `__del__` and callbacks."""
 
 import json
 import os

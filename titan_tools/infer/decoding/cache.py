@@ -96,7 +96,7 @@ class KVCache:
 
     @property
     def reaches(self) -> list[Reach]:
-        """Of the layers, each once."""
+        """The different reaches of the layers."""
         return list(dict.fromkeys(layer.reach for layer in self.layers))
 
     @property

@@ -235,7 +235,7 @@ class _Run:
         return any(one.row == row for one in to_prefill) or self.engine.num_usable(row, tokens) == len(tokens)
 
     def _in_same_pass(self, others: list[RowTokens], row: int, tokens: list[int]) -> RowTokens | None:
-        """A prompt to be computed in one pass with `others`; None where the next pass is better."""
+        """A prompt to be computed in one pass with `others`; None if the next pass is better."""
         if others:
             num_shared = min(max(num_common(tokens, other.tokens) for other in others), len(tokens) - 1)
             least = LEAST_SHARED[self.engine.model.device.type]

@@ -74,7 +74,7 @@ def choose(
     """The next token of each sequence; `penalized_BV` marks the tokens that a repetition penalty applies to.
 
     A row's token is the same alone and in any batch. The host synchronizes with the device once. Raises CheckpointError
-    where logits are not finite.
+    if logits are not finite.
     """
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     if penalized_BV is not None and sampling.repetition_penalty != 1:
@@ -103,7 +103,7 @@ def _is_finite(logits_BV: Tensor) -> Tensor:
 
 
 def require_finite(found: list[list[int]], keys: Sequence[NoiseKey]) -> list[int]:
-    """The tokens of `likeliest`. Raises CheckpointError where logits are not finite."""
+    """The tokens of `likeliest`. Raises CheckpointError if logits are not finite."""
     finite, tokens = found
     for key, is_finite in zip(keys, finite, strict=True):
         if not is_finite:

@@ -178,7 +178,7 @@ class Prefill:
 def _prefill_mask(
     part: tuple[int, int, int], window: int | None, device: torch.device, dtype: torch.dtype, *, as_tensor: bool
 ) -> Tensor | None:
-    """None where the queries are the first tokens seen. Elsewhere `is_causal` would be wrong: it counts them from 0."""
+    """None if the queries are the first tokens seen. Elsewhere `is_causal` would be wrong: it counts them from 0."""
     seen, start, end = part
     if start == seen and window is None:
         return None

@@ -25,7 +25,7 @@ def compile_all_shapes(function: _Compiled, *, backend: str = "inductor") -> _Co
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise ConfigError where no compiler is installed for the code that torch.compile generates."""
+    """Raise ConfigError if no compiler is installed for the code that torch.compile generates."""
     if reason := why_inductor_cannot(device):
         raise ConfigError(f"--compile: {reason}", tries=["without --compile"])
 

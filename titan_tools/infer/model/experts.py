@@ -89,7 +89,7 @@ class SeparateWeights(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Of one expert."""
+        """Number of bytes of one expert."""
         weight = self.weights[0]
         return int(weight.nbytes if isinstance(weight, Tensor) else weight.num_bytes)
 
@@ -177,7 +177,7 @@ class StoredExperts(SeparateWeights):
         return StoredWeight([each.expert(number) for each in self._slices()])
 
     def multiply_chosen(self, x_RI: Tensor, ids_R: Tensor) -> Tensor:
-        """As `StackedWeights.multiply_chosen`."""
+        """The products of rows with the experts of their ids: `StackedWeights.multiply_chosen` of several slices."""
         return torch.cat([each.chosen_products(x_RI, ids_R) for each in self._slices()], dim=-1)
 
 
@@ -218,7 +218,7 @@ class SlicedExperts(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Of one expert."""
+        """Number of bytes of one expert."""
         return self.gate_up.num_bytes + self.down.num_bytes
 
     def reads(

@@ -58,7 +58,7 @@ class Fp8Slice(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix, or of each expert's."""
+        """Rows and columns of the matrix, or of each expert's matrix."""
         return self.codes.shape[-2], self.codes.shape[-1]
 
     def expert(self, number: int) -> "Fp8Slice":

@@ -68,7 +68,7 @@ class SlicedModel:
         return any(isinstance(one, GroupedQuery) and one.has_sinks for one in self.attentions)
 
     def reaches(self, room: int) -> list[Reach]:
-        """Of every layer, in rows of `room` tokens."""
+        """The reach of every layer, in rows of `room` tokens."""
         return [reach_of(attention, room) for attention in self.attentions]
 
     def cache_bytes(self, room: int) -> int:

@@ -48,7 +48,7 @@ class Mxfp4Slice(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix, or of each expert's."""
+        """Rows and columns of the matrix, or of each expert's matrix."""
         return self.codes.shape[-3], self.columns
 
     def expert(self, number: int) -> "Mxfp4Slice":

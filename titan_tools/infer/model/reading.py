@@ -36,7 +36,7 @@ class Joined:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor; the boxes' other dims are equal."""
+        """Shape of the tensor that the boxes make together: they differ in `dim` only."""
         sizes = list(self.boxes[0][1].sizes)
         sizes[self.dim] = sum(box.sizes[self.dim] for _, box in self.boxes)
         return tuple(sizes)

@@ -30,7 +30,7 @@ def valid_tp(args: ModelArgs) -> list[int]:
 
 
 def check_tp(args: ModelArgs, tp: int) -> None:
-    """Raise ConfigError where `tp` cannot divide the attention heads."""
+    """Raise ConfigError if `tp` cannot divide the attention heads."""
     valid = valid_tp(args)
     if tp not in valid:
         raise ConfigError(

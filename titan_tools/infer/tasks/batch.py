@@ -85,7 +85,7 @@ class BatchTask:
 def prepare_batch(work: Work) -> BatchTask:
     """The prompts of `work.request.batch`, each of which must fit the context; no result is written.
 
-    Raises DataError with all invalid lines, and ConfigError where the results file cannot be continued.
+    Raises DataError with all invalid lines, and ConfigError if the results file cannot be continued.
     """
     request = work.request
     longest = 0
@@ -122,7 +122,7 @@ def _prompt_of(line: BatchLine, work: Work) -> Prompt:
 
 
 def _messages(value: Any) -> Sequence[Mapping[str, str]]:
-    """Raises ConfigError where a line's messages are not a conversation that ends before an answer."""
+    """Raises ConfigError if a line's messages are not a conversation that ends before an answer."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"'messages' must be a list of messages, not {shown(value)}")
     for number, message in enumerate(value, start=1):

@@ -28,7 +28,7 @@ class BatchLine:
     values: dict[str, Any]
 
     def text(self, key: str) -> str:
-        """The string under a key. Raises ConfigError where there is none."""
+        """The string under a key. Raises ConfigError if there is none."""
         if key not in self.values:
             raise ConfigError(f"has no {key!r}")
         value = self.values[key]
@@ -40,7 +40,7 @@ class BatchLine:
 def read_lines(work: Work, parse: Callable[[BatchLine], T], *, keys: tuple[str, ...]) -> list[T]:
     """The parsed lines of the requested batch; see `read_batch`.
 
-    Raises ConfigError also where the results cannot be written, or where not every rank can read the batch.
+    Raises ConfigError also if the results cannot be written, or if not every rank can read the batch.
     """
     batch, out = work.request.batch, work.request.out
     assert batch is not None
@@ -63,7 +63,7 @@ def read_batch(path: Path, parse: Callable[[BatchLine], T], *, keys: tuple[str, 
     """The lines of a file, parsed. A line may have an id and `keys`; blank lines are skipped.
 
     A line without an id gets its position among the lines, from 0. Raises DataError with every line that is invalid or
-    for which `parse` raises, and ConfigError where the file cannot be read.
+    for which `parse` raises, and ConfigError if the file cannot be read.
     """
     problems: list[str] = []
     parsed: list[T] = []

@@ -146,7 +146,7 @@ class ChatHistory:
 
     An answer may have `max_new_tokens`, or a quarter of the context if that is less. Where less is left, the oldest
     messages are dropped until half of the context is free: not one by one, since the rest is computed again each time.
-    Raises where the system message and a short question do not fit the context.
+    Raises if the system message and a short question do not fit the context.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class ChatHistory:
         self.messages, self.unanswered = [], ""
 
     def ask(self, text: str) -> Turn:
-        """A prompt of all messages and `text`. Raises ConfigError, and changes nothing, where `text` is too long."""
+        """A prompt of all messages and `text`. Raises ConfigError, and changes nothing, if `text` is too long."""
         return self._turn([*self.messages, text])
 
     def retry(self) -> Turn:
@@ -244,7 +244,7 @@ class InputLines:
     def read(self) -> str | None:
         """The next line without its end; None after the last.
 
-        Raises ConfigError for a line that is not UTF-8 or holds a NUL byte, and where there is no input at all.
+        Raises ConfigError for a line that is not UTF-8 or holds a NUL byte, and if there is no input at all.
         """
         if not self._is_open:
             own_ranks = "titan infer … --tp N --chat, which starts the ranks itself"
@@ -292,7 +292,7 @@ class InputLines:
 
 
 def prepare_chat(work: Work) -> ChatTask:
-    """A conversation of `--context` tokens. Raises where the template or the context cannot hold even a short one."""
+    """A conversation of `--context` tokens. Raises if the template or the context cannot hold even a short one."""
     request, most = work.request, work.args.max_seq_len
     assert work.template is not None
     context = request.context or min(most, request.max_length or DEFAULT_CONTEXT)

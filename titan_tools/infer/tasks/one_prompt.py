@@ -30,7 +30,7 @@ _LEAST_PROMPT = 2  # tokens that --truncate left keeps: begin-of-text and one mo
 def make_prompt(work: Work, id: str | int, text: str) -> Prompt:
     """`text` after the begin-of-text token or, with --chat, as a user's message in the chat template.
 
-    Raises ConfigError where it is empty or does not fit the context.
+    Raises ConfigError if it is empty or does not fit the context.
     """
     if problem := why_empty(text, from_bos=work.request.from_bos):
         raise ConfigError(f"the prompt {problem}", tries=[FROM_BOS] if work.template is None else [])
@@ -70,7 +70,7 @@ def make_conversation(
 
     An assistant's may be what a model generated in channels. --system is added to messages without a system message;
     --truncate left drops whole messages, oldest first, so that the rest still begins with a user's. Raises
-    ConfigError where they do not fit the context.
+    ConfigError if they do not fit the context.
     """
     request, template, context = work.request, work.template, work.args.max_seq_len
     assert template is not None
@@ -110,8 +110,8 @@ def new_tokens_that_fit(
 ) -> int:
     """The number of new tokens: as requested, else up to max_length of a generation config, else 128, if they fit.
 
-    Raises ConfigError where they do not fit. `is_all`: the prompt's tokens are those of its whole text. `shortest`: the
-    fewest tokens that --truncate left can leave of it, None where it can leave none out.
+    Raises ConfigError if they do not fit. `is_all`: the prompt's tokens are those of its whole text. `shortest`: the
+    fewest tokens that --truncate left can leave of it, None if it can leave none out.
     """
     max_new_tokens, max_length, context = work.request.max_new_tokens, work.request.max_length, work.args.max_seq_len
     num_prompt = len(prompt.tokens)
@@ -140,7 +140,7 @@ def new_tokens_that_fit(
 def _room_when_truncated(work: Work) -> int:
     """Tokens that --truncate left leaves of a prompt: all but --max-new-tokens, by default 128 or a quarter.
 
-    Raises ConfigError where no prompt fits.
+    Raises ConfigError if no prompt fits.
     """
     max_new_tokens, context = work.request.max_new_tokens, work.args.max_seq_len
     room = context - (max_new_tokens or min(DEFAULT_NEW_TOKENS, context // 4))

@@ -107,7 +107,7 @@ class ResultsFile:
         return (json.loads(self._read(key)) for key in self._lines)
 
     def append(self, key: ResultKey, result: Mapping[str, Any]) -> None:
-        """Write a line, unless the file holds this result. Raises ConfigError where the disk is full."""
+        """Write a line, unless the file holds this result. Raises ConfigError if the disk is full."""
         if key in self._lines:
             return
         line, written = _as_line(result), 0
@@ -191,7 +191,7 @@ def note_on_stored(out: Path | None, *, num_missing: int, num: int, what: str) -
 
 
 def check_results_path(path: Path, *, batch: Path) -> None:
-    """Raise ConfigError where results, or their settings file, cannot be written to `path`; nothing is changed."""
+    """Raise ConfigError if results, or their settings file, cannot be written to `path`; nothing is changed."""
     name, folder = f"--out {path}", Path(os.path.realpath(path)).parent
     if path.exists() and batch.exists() and path.samefile(batch):
         raise ConfigError(f"{name} is the batch itself", hint="give the results a file of their own")
@@ -227,7 +227,7 @@ def is_complete(path: Path | None, expected: ExpectedResults) -> bool:
 def open_results(path: Path, expected: ExpectedResults, *, as_json: bool = False) -> Iterator[ResultsFile]:
     """Open or create the results file of a run, keep the results that it holds, and write its settings file.
 
-    A last line that was cut off is removed. Raises ConfigError where another process writes the file, or where it
+    A last line that was cut off is removed. Raises ConfigError if another process writes the file, or if it
     holds anything but results of this run.
     """
     path = path.resolve()  # a symbolic link stays one
@@ -293,7 +293,7 @@ def _read_results(descriptor: int, path: Path, expected: ExpectedResults) -> dic
 def _difference(
     key: ResultKey, result: Mapping[str, Any], expected: ExpectedResults, positions: Mapping[str | int, int]
 ) -> str:
-    """Why this run would not make a stored result; "" where it would."""
+    """Why this run would not make a stored result; "" if it would."""
     id, sample = key
     if id not in positions:
         return "no such id in the batch"

@@ -43,7 +43,7 @@ class LogprobSum:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """The numbers of a result. Perplexity is per token, and None where it exceeds a double."""
+        """The numbers of a result. Perplexity is per token, and None if it exceeds a double."""
         nats, bits = -self.logprob / self.num_tokens, -self.logprob / math.log(2)
         return {
             "logprob": self.logprob,
@@ -63,7 +63,7 @@ class TextScore:
 
 
 def tokenize_text(work: Work, *, id: str | int, prompt: str, completion: str | None = None) -> ScoredText:
-    """A text as the model reads it. Raises ConfigError where no token of it can have a score.
+    """A text as the model reads it. Raises ConfigError if no token of it can have a score.
 
     Prompt and completion are tokenized as one text, of which as many tokens as the prompt alone has are not scored;
     white space at the end of the prompt counts to the completion, because tokens begin with it. Both as in EleutherAI's
@@ -100,7 +100,7 @@ def score_texts(
 ) -> Iterator[TextScore]:
     """The score of each text; with `num_top` also of each token, with that many of the likeliest tokens.
 
-    Calls `advance` with numbers of scored tokens. Raises CheckpointError where logits are not finite.
+    Calls `advance` with numbers of scored tokens. Raises CheckpointError if logits are not finite.
     """
     total = LogprobSum()
     by_token: list[TokenLogprobs] = []

@@ -75,7 +75,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of `messages`; `answer`: with the beginning of the model's next message.
 
-        Raises ConfigError where the template rejects the messages, CheckpointError where it is broken.
+        Raises ConfigError if the template rejects the messages, CheckpointError if it is broken.
         """
         names = {
             **self.special_tokens,
@@ -94,7 +94,7 @@ class ChatTemplate:
 def read_template(folder: Path) -> ChatTemplate:
     """The template of a checkpoint's folder; for a release of Meta, which has none, that of Llama 3 or 4.
 
-    The files of templates, if there is any, hide what tokenizer_config.json has. Raises CheckpointError where there is
+    The files of templates, if there is any, hide what tokenizer_config.json has. Raises CheckpointError if there is
     none, UnsupportedError where Llama's do not fit the tokenizer.
     """
     assets = find_assets(folder)
@@ -145,7 +145,7 @@ def has_template(folder: Path) -> bool:
 
 
 def _headers_of_meta(assets: Mapping[str, Path]) -> str:
-    """The template for the tokens that the tokenizer has. Raises CheckpointError where it has neither's."""
+    """The template for the tokens that the tokenizer has. Raises CheckpointError if it has neither's."""
     model = assets[TIKTOKEN_MODEL]
     if TOKENIZER_JSON not in assets:  # the special tokens follow from the number of ranks
         require_of_llama(model, num_ranks := len(read_ranks(model)))

@@ -72,7 +72,7 @@ def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]
 
 
 def _render_harmless(template: ChatTemplate, names: frozenset[str] | None, messages: Sequence[Message]) -> str | None:
-    """The rendered text if all of its special tokens are the template's; None where that is not certain.
+    """The rendered text if all of its special tokens are the template's; None if that is not certain.
 
     Most conversations are of this kind, and are tokenized once. With a tokenizer whose special tokens are exactly
     `names`, a message without any of them writes no special token; and the template makes none of its words if the same
@@ -121,7 +121,7 @@ def _with_placeholders(
 def _check_none_is_joined(
     template: ChatTemplate, tokenizer: Tokenizer, covered: Sequence[Message], ids: list[int], id_of: Mapping[str, int]
 ) -> None:
-    """Raise where the template makes a special token of a message that contains none.
+    """Raise if the template makes a special token of a message that contains none.
 
     A template that removes a word from a message (Nemotron's /no_think) joins the text around it. With placeholders for
     the first character of every special token no message can become one, so then there must be as many.

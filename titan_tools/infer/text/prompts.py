@@ -24,7 +24,7 @@ class Prompt:
 def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str | None:
     """The prompt from the option that was given, exactly as it is, or None without one.
 
-    Raises ConfigError where it is not text, and for more than one option.
+    Raises ConfigError if it is not text, and for more than one option.
     """
     if source not in (None, "-"):
         raise ConfigError(

@@ -114,7 +114,7 @@ class TextStream:
     def _set_context(self, tokens: Sequence[int]) -> bool:
         """Keep as few of the last closed tokens as decode to any text, so that no token is decoded as the first one.
 
-        False where all of them decode to nothing.
+        False if all of them decode to nothing.
         """
         for start in reversed(range(len(tokens))):
             if length := len(self.vocabulary.decode(list(tokens[start:]))):

@@ -63,7 +63,7 @@ class Vocabulary:
 def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
     """The vocabulary in `folder`; the generation config is the checkpoint's, if it has one.
 
-    Raises CheckpointError where the tokenizer is missing or has more tokens than the embedding has rows, but for added
+    Raises CheckpointError if the tokenizer is missing or has more tokens than the embedding has rows, but for added
     ones: those are refused in a text.
     """
     num_rows = info.args.vocab_size

@@ -134,7 +134,7 @@ def repetitions(job: Job) -> list[Repetition]:
 
 
 def kinds_of_layers(job: Job) -> list[int]:
-    """Of each layer a number for its kind: what it computes, its parameters, and whether it is recomputed.
+    """A number for the kind of each layer: what it computes, its parameters, and whether it is recomputed.
 
     Only blocks of a mixture of experts may differ: if others do, each layer is of its own kind.
     """
@@ -151,7 +151,7 @@ def kinds_of_layers(job: Job) -> list[int]:
 
 
 def _blocks(job: Job) -> list[object]:
-    """Of each layer what it computes, and its parameters."""
+    """The computation and the parameters of each layer, to compare layers by."""
     filters = float8_filters(job.config.float8, job.config.training) if is_float8(job.config.model) else ()
     blocks: list[list[object]] = [[block] for block in job.family.blocks(job.args)]
     for parameter in job.family.parameters(job.args):

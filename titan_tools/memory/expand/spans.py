@@ -98,7 +98,7 @@ class ShortCapture:
         return self.short if step == self.num_steps else self.shorter
 
     def orders(self) -> list[Order]:
-        """Of each batch."""
+        """The order of each batch."""
         return [self.order(step) for step in range(1, self.num_steps + 1) for _ in range(self.num_batches)]
 
 

@@ -132,14 +132,14 @@ def _reject_native_product(A_shard: Tensor, Bs: list[Tensor], gather_dim: int, g
 
 
 def _is_multicast(kernels: Kernels, A_shard: Tensor, gather_dim: int, group_name: Any, return_A: bool) -> bool:
-    """As torch's, which looks at the GPU: a short gather over the first dim, such as of an expert layer's tokens."""
+    """Whether torch gathers by multicast: a short gather over the first dim, such as of an expert layer's tokens."""
     num_rows = math.prod(A_shard.shape[:-1]) * _resolve_process_group(group_name).size()
     is_short = gather_dim == 0 and num_rows <= MOST_MULTICAST_ROWS and A_shard.is_contiguous()
     return kernels.multicast and is_short and not return_A
 
 
 def _multiply_multicast(recorder: Recorder, A_shard: Tensor, Bs: list[Tensor], group_name: Any) -> list[Tensor]:
-    """As torch's: the group's workspace takes what is gathered, whole."""
+    """The products as torch's multicast makes them: the group's workspace takes the whole gathered tensor."""
     shape = (A_shard.shape[0] * _resolve_process_group(group_name).size(), *A_shard.shape[1:])
     workspace = symmetric.get_symm_mem_workspace(group_name, math.prod(shape) * A_shard.element_size())
     with recorder.paused():

@@ -136,7 +136,7 @@ def _compilation(config: Config, kernels: Kernels, recorder: Recorder) -> Abstra
 
 @contextmanager
 def _reject_value_dependent_shapes() -> Iterator[None]:
-    """Raise UnsupportedError where a registered family or loss makes shapes that depend on values."""
+    """Raise UnsupportedError if a registered family or loss makes shapes that depend on values."""
     try:
         yield
     except RuntimeError as error:
@@ -170,7 +170,7 @@ def _one_step(
     num_samples: int,
     has_documents: bool,
 ) -> None:
-    """As trainer/train.py."""
+    """A step of the loop in trainer/train.py, with the recorder's points."""
     recorder.point = StepPoint(number, "forward", microbatch=-1)
     # The step alone holds the batch
     step.run(_batch(num_samples, config.training.seq_len, has_documents=has_documents), optimizer)
@@ -185,7 +185,7 @@ def _label_gradients(model: TrainModel, recorder: Recorder) -> None:
 
 
 def _validate(model: TrainModel, config: Config, *, has_documents: bool) -> None:
-    """As trainer/validate.py, for one batch: the next ones do the same."""
+    """The validation of trainer/validate.py, of one batch: the next ones do the same."""
     for part in model.parts:
         part.eval()
     validation = config.validation

@@ -147,7 +147,7 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 
 def _view(tensor: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Tensor:
-    """As torch's own: the offset counts from the tensor's."""
+    """The view that Inductor's reinterpret_tensor makes: the offset counts from the tensor's own."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 

@@ -376,7 +376,7 @@ def foreach_norm_bytes(args: tuple[Any, ...]) -> int:
 
 
 def sort_bytes(args: tuple[Any, ...]) -> int:
-    """Of one long row: the positions before the sort, and a second copy of numbers and positions for cub's radix sort.
+    """Temporary bytes of sorting one long row: its positions, and a second copy of all for cub's radix sort.
 
     native/cuda/SortStable.cu, segmented_sort_large_segments; cub's DispatchRadixSort, where inputs are not overwritten.
     """
@@ -399,7 +399,7 @@ def return_bytes(args: tuple[Any, ...]) -> int:
 
 
 def sum_bytes(args: tuple[Any, ...]) -> int:
-    """Of more than 2 GiB in 16 bits: sums in fp32, as one kernel cannot index all of it.
+    """Temporary bytes of a sum of more than 2 GiB in 16 bits: fp32 sums, as one kernel cannot index all of it.
 
     native/cuda/Reduce.cuh (AccumulationBuffer), where TensorIterator::can_use_32bit_indexing is false.
     """
