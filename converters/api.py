@@ -9,6 +9,7 @@ from pathlib import Path
 
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
+from converters.conversion.records import Request, Run
 from converters.convert import ConvertReport
 from converters.convert import convert as _convert
 from converters.diff import DiffReport
@@ -20,10 +21,11 @@ from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
 from converters.families.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
 from converters.formats.base import OutputOptions
+from converters.formats.registry import get_format
 from converters.inspect import Inspection, inspect_checkpoint
 from converters.integrity.verify_report import VerifyReport
 from converters.layout.mesh_shape import MeshShape
-from converters.reshard import ReshardReport
+from converters.reshard import ReshardReport, ReshardRequest
 from converters.reshard import reshard as _reshard
 from converters.source.weights import NativeWeights, open_native
 from converters.store.hub_names import find_local
@@ -94,14 +96,12 @@ def convert(
     >>> report.model, report.dtypes.keys()
     ('llama3, 2 layers, dim 32', dict_keys(['bfloat16']))
     """
-    mesh = None if for_mesh is None else MeshShape.parse(for_mesh)
-    return _convert(
+    request = Request(
         find_local(src),
-        dst,
-        to=to,
-        dtype=dtype,
+        Path(dst),
+        get_format(to),
         options=OutputOptions(
-            mesh=mesh,
+            mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
             shard_bytes=shard_bytes,
             num_shards=num_shards,
             fused_experts=fused_experts or None,
@@ -109,20 +109,17 @@ def convert(
             quantize=quantize,
             scales_from=_found(scales_from),
         ),
+        dtype=dtype,
         select=select,
         model_from=_found(model_from),
-        mtp=mtp,
-        keep_extra=keep_extra,
-        trained_by=trained_by,
-        workers=workers,
-        digests=digests,
         allow_missing=allow_missing,
         allow_extra=allow_extra,
         allow_nonfinite=allow_nonfinite,
-        overwrite=overwrite,
-        resume=resume,
-        dry_run=dry_run,
+        mtp=mtp,
+        keep_extra=keep_extra,
+        trained_by=trained_by,
     )
+    return _convert(request, Run(workers, digests, resume, overwrite, dry_run))
 
 
 def reshard(
@@ -154,9 +151,9 @@ def reshard(
     >>> report.cut, report.sections.keys()
     ('mesh dp_shard=2', dict_keys(['model']))
     """
-    return _reshard(
+    request = ReshardRequest(
         find_local(src),
-        dst,
+        Path(dst),
         mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
         num_files=num_files,
         shard_bytes=shard_bytes,
@@ -166,12 +163,8 @@ def reshard(
         select=select,
         model_from=_found(model_from),
         allow_missing=allow_missing,
-        workers=workers,
-        digests=digests,
-        overwrite=overwrite,
-        resume=resume,
-        dry_run=dry_run,
     )
+    return _reshard(request, Run(workers, digests, resume, overwrite, dry_run))
 
 
 def verify(

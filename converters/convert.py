@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from converters.common.box import TensorInfo, count_dtypes
@@ -15,13 +14,11 @@ from converters.containers.safetensors import index_remarks, is_of_series
 from converters.conversion.destination import Destination, destination_of
 from converters.conversion.plan import ConversionPlan, plan_conversion
 from converters.conversion.quantize import describe_unknown, opened_scales
-from converters.conversion.records import Execution, Needs, Progress, Request, Run, no_progress
+from converters.conversion.records import RUN, Execution, Needs, Request, Run
 from converters.conversion.remarks import describe_dtypes, describe_quantized
 from converters.conversion.steps import take_steps
 from converters.conversion.trained_by import TRAINED_BY
-from converters.engine.copy import DEFAULT_WORKERS
-from converters.formats.base import OutputOptions
-from converters.formats.registry import get_format, usual_format
+from converters.formats.registry import usual_format
 from converters.integrity.source_check import unchecked_remark
 from converters.model.mtp import check_repeats, describe_mtp
 from converters.model.multimodal import describe_extras
@@ -71,62 +68,16 @@ class ConvertReport:
         return asdict(self)
 
 
-def convert(
-    src: Path | str,
-    dst: Path | str,
-    *,
-    to: str,
-    source: str | None = None,
-    dtype: str | None = None,
-    options: OutputOptions = OutputOptions(),  # noqa: B008  frozen
-    select: str | None = None,
-    model_from: Path | str | None = None,
-    workers: int = DEFAULT_WORKERS,
-    digests: bool = True,
-    allow_missing: bool = False,
-    allow_extra: bool = False,
-    allow_nonfinite: bool = False,
-    mtp: str = "drop",
-    keep_extra: bool | None = None,
-    trained_by: str | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    dry_run: bool = False,
-    progress: Progress = no_progress,
-) -> ConvertReport:
-    """Write the weights of `src` in the format `to` into the folder `dst`, or into that file where the format is one.
-
-    `source`: the format that `src` is expected to have; another one is an error that names the right command.
-    `select`: the model, where `src` holds several. `options`: what the format lets one choose. `dtype` casts the
-    floating tensors (plan.find_casts). A `dry_run` stops when everything is planned and checked. `resume` continues
-    from what an interrupted run of the same plan has written. Without `digests` the manifest has none. `mtp`:
-    "keep" or "drop" layers for multi-token prediction. `keep_extra`: keep the tensors, files and fields of
-    config.json that a multimodal checkpoint has beside its text model, or take those of `model_from`; None: keep
-    them if the source has native names. `trained_by`: one of trained_by.TRAINED_BY.
+def convert(request: Request, run: Run = RUN) -> ConvertReport:
+    """Write the weights of `request.src` in the format `request.output`, into a folder or into one file.
 
     Raises TitanError, and then nothing was written.
     """
     started = time.monotonic()
-    output = get_format(to)
-    request = Request(
-        src=Path(src),
-        dst=Path(dst),
-        output=output,
-        options=output.completed(options),
-        source=None if source is None else get_format(source),
-        dtype=dtype,
-        model_from=None if model_from is None else Path(model_from),
-        allow_missing=allow_missing,
-        allow_extra=allow_extra,
-        allow_nonfinite=allow_nonfinite,
-        keep_mtp=mtp == "keep",
-        keep_extra=keep_extra,
-        trained_by=trained_by,
-    )
-    _check_choices(request, mtp=mtp)
-    run = Run(workers, digests, resume, overwrite, dry_run, progress)
-    destination = _checked_destination(request, overwrite=overwrite)
-    catalog = open_checkpoint(request.src, select=select)
+    request = replace(request, options=request.output.completed(request.options))
+    _check_choices(request)
+    destination = _checked_destination(request, overwrite=run.overwrite)
+    catalog = open_checkpoint(request.src, select=request.select)
     _require_format(request, catalog)
     with ExitStack() as files:
         opened = files.enter_context(_open_weights(request, catalog))
@@ -135,18 +86,19 @@ def convert(
         plan = plan_conversion(weights, request, scales_from=scales_from)
         remarks += _remarks(request, destination, weights, plan)
         remarks += [describe_unknown(scales_from, weights.num_mtp_layers if request.keep_mtp else 0)]
-        if not dry_run:
-            remarks += check_repeats(weights.source, kept=request.keep_mtp, where=str(src))
+        if not run.dry_run:
+            remarks += check_repeats(weights.source, kept=request.keep_mtp, where=str(request.src))
             if plan.quantization:
                 plan.quantization.check_known()
         done = destination.write(plan.work, run)
     return replace(_report(request, weights, plan, done, remarks), secs=time.monotonic() - started)
 
 
-def _check_choices(request: Request, *, mtp: str) -> None:
+def _check_choices(request: Request) -> None:
     """Raise ConfigError for a choice that is unknown, or impossible with another."""
-    if mtp not in ("drop", "keep"):
-        raise ConfigError(f"unknown choice for layers of multi-token prediction: {mtp!r}", hint="known: drop, keep")
+    if request.mtp not in ("drop", "keep"):
+        text = f"unknown choice for layers of multi-token prediction: {request.mtp!r}"
+        raise ConfigError(text, hint="known: drop, keep")
     if request.trained_by not in (None, *TRAINED_BY):
         raise ConfigError(f"unknown trainer: {request.trained_by!r}", hint=f"known: {', '.join(TRAINED_BY)}")
     if request.options.quantize and request.allow_nonfinite:

@@ -18,9 +18,8 @@ from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.conversion.execute import check_places, execute
 from converters.conversion.plan import find_casts, find_kept_float32
-from converters.conversion.records import Needs, Plan, Progress, Run, no_progress
+from converters.conversion.records import RUN, Execution, Needs, Plan, Run
 from converters.conversion.remarks import describe_quantized
-from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.read import CatalogReader
 from converters.families.registry import get_family
 from converters.formats.dcp import EXTRA_FILE
@@ -35,7 +34,7 @@ from converters.store.json_file import read_json
 from converters.store.manifest import list_files
 from converters.tokenizers.assets import write_assets
 from converters.training.contents import ReshardedContents, collect
-from converters.training.parameter_names import read_spelling
+from converters.training.parameter_names import Spelling, read_spelling
 from converters.training.sections import (
     MODEL,
     TrainingCheckpoint,
@@ -84,133 +83,182 @@ class ReshardReport:
         return asdict(self)
 
 
-def reshard(
-    src: Path | str,
-    dst: Path | str,
-    *,
-    mesh: MeshShape | None = None,
-    num_files: int | None = None,
-    shard_bytes: int | None = None,
-    dtype: str | None = None,
-    optimizer_dtype: str | None = None,
-    drop: Sequence[str] = (),
-    select: str | None = None,
-    model_from: Path | str | None = None,
-    allow_missing: bool = False,
-    workers: int = DEFAULT_WORKERS,
-    digests: bool = True,
-    resume: bool = False,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    progress: Progress = no_progress,
-) -> ReshardReport:
-    """Write the DCP checkpoint `src` to `dst`, sharded for `mesh`, into `num_files`, or into files of `shard_bytes`.
+@dataclass(frozen=True, slots=True)
+class ReshardRequest:
+    """What a resharding is asked for: the options of `titan reshard` that are not in Run.
+
+    At most one of `mesh`, `num_files` and `shard_bytes` determines the files. `dtype` casts the weights and
+    `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included. `select`: the
+    model, if `src` holds several.
+    """
+
+    src: Path
+    dst: Path
+    mesh: MeshShape | None = None
+    num_files: int | None = None
+    shard_bytes: int | None = None
+    dtype: str | None = None
+    optimizer_dtype: str | None = None
+    drop: Sequence[str] = ()
+    select: str | None = None
+    model_from: Path | None = None
+    allow_missing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A training checkpoint: its sections, and the names of its parameters."""
+
+    catalog: Catalog
+    training: TrainingCheckpoint
+    spelling: Spelling
+    sections: Mapping[str, str]  # entry → section
+    kept: Catalog  # without the sections that are dropped
+    loader_state: str  # its kind, and whether it fits the mesh
+
+
+@dataclass(frozen=True, slots=True)
+class _ReshardPlan:
+    """What is written."""
+
+    contents: ReshardedContents
+    work: Plan
+    kept_float32: Sequence[str]  # tensors that a cast to 16 bits leaves as they are
+
+
+def reshard(request: ReshardRequest, run: Run = RUN) -> ReshardReport:
+    """Write a DCP checkpoint again, sharded for another mesh, or into another number of files.
 
     Moments are sharded like their parameter; non-tensor entries are copied as bytes. A checkpoint in another naming, or
-    with its optimizer under another name, is written as the trainer writes it (see optimizer_state.py). `dtype` casts
-    the weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
+    with its optimizer under another name, is written as the trainer writes it (see optimizer_state.py).
+
+    Raises TitanError, and then nothing was written.
     """
-    src, dst, started = Path(src), Path(dst), time.monotonic()
-    run = Run(workers, digests, resume, overwrite, dry_run, progress)
-    require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
-    check_places(src, dst, overwrite=overwrite)
-    _check_choice(mesh, num_files, shard_bytes)
-    catalog = open_checkpoint(src, select=select)
+    started = time.monotonic()
+    require_exists(request.src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
+    check_places(request.src, request.dst, overwrite=run.overwrite)
+    _check_choice(request)
+    source = _open(request)
+    with CatalogReader(source.kept) as reader:
+        plan = _plan(request, source, reader)
+        done = execute(request.dst, plan.work, run)
+    return replace(_report(request, source, plan, done), secs=time.monotonic() - started)
+
+
+def _open(request: ReshardRequest) -> _Source:
+    """Open the source. Raises TitanError if it is not DCP, or if its sections or its model do not fit the request."""
+    src, drop = request.src, request.drop
+    catalog = open_checkpoint(src, select=request.select)
     if catalog.container != "dcp":
         raise CheckpointError(
             f"{src} is not a DCP checkpoint, so it has no layout to change",
-            tries=[f"titan convert auto {src} {dst} --to dcp --for-mesh MESH"],
+            tries=[f"titan convert auto {src} {request.dst} --to dcp --for-mesh MESH"],
         )
     training = with_titan_sections(catalog, drop=drop)
     spelling = read_spelling(
         training.catalog,
         renamed=bool(training.stored),
-        model_from=model_from,
-        allow_missing=allow_missing,
-        dequantized=dequantized_for(dtype),
+        model_from=request.model_from,
+        allow_missing=request.allow_missing,
+        dequantized=dequantized_for(request.dtype),
     )
     weights_held = [name for expression in spelling.weights.values() for name in expression.sources]
     sections = find_sections(training.catalog, [*weights_held, *spelling.dropped])
     _check_drop(drop, sections.values())
-    if mesh is not None:
-        check_mesh(mesh, get_family(spelling.info.family), spelling.info.args)
+    if request.mesh is not None:
+        check_mesh(request.mesh, get_family(spelling.info.family), spelling.info.args)
     kept = _only(training.catalog, {name for name, section in sections.items() if section not in drop})
-    loader_state = describe_loader_state([*kept.tensors, *kept.blobs], mesh)
-    with CatalogReader(kept) as reader:
-        contents = collect(reader, spelling, sections, allow_missing=allow_missing)
-        stored = _stored(contents.source, training)
-        rearranged = (names for fqn, names in stored.items() if contents.source.expressions[fqn].has_own_digest)
-        vouched = vouched_for(training.catalog, stored, rearranged=frozenset(chain.from_iterable(rearranged)))
-        check_blobs(reader)
-        _refuse_other_payloads(reader, sections)
-        held = contents.source.tensors
-        weights = {n: i for n, i in held.items() if n in spelling.weights}
-        moments = {n: held[n] for names in contents.moments.values() for n in names}
-        if optimizer_dtype is not None and not moments:
-            raise ConfigError(f"--optimizer-dtype {optimizer_dtype}: the checkpoint has no moments to cast")
-        keep = get_family(spelling.info.family).keep_float32
-        casts = find_casts(weights, dtype, keep=keep) | find_casts(moments, optimizer_dtype)
-        islands = [*find_kept_float32(weights, dtype, keep=keep), *find_kept_float32(moments, optimizer_dtype)]
-        tensors = {n: replace(i, dtype=casts.get(n, i.dtype)) for n, i in held.items()}
-        target = plan_dcp(
-            tensors,
-            _cut(tensors, contents, mesh=mesh, num_files=num_files, shard_bytes=shard_bytes),
-            blobs=contents.blobs,
-            planner_data=contents.paths,
-        )
-        carried = [*(catalog.root / name for name in _other_files(catalog)), *spelling.info.assets.values()]
-        plan = Plan(
-            source=contents.source,
-            target=target,
-            casts=casts,
-            write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
-            carried=carried,
-            catalog=catalog,
-            readers=[reader],
-            vouched=vouched,
-        )
-        done = execute(dst, plan, run)
-    names = [*kept.tensors, *kept.blobs]
-    remarks = [
+    loader_state = describe_loader_state([*kept.tensors, *kept.blobs], request.mesh)
+    return _Source(catalog, training, spelling, sections, kept, loader_state)
+
+
+def _plan(request: ReshardRequest, source: _Source, reader: CatalogReader) -> _ReshardPlan:
+    """Plan the output. Raises TitanError if parts of the source do not belong together, or have changed."""
+    catalog, training, spelling = source.catalog, source.training, source.spelling
+    contents = collect(reader, spelling, source.sections, allow_missing=request.allow_missing)
+    stored = _stored(contents.source, training)
+    rearranged = (names for fqn, names in stored.items() if contents.source.expressions[fqn].has_own_digest)
+    vouched = vouched_for(training.catalog, stored, rearranged=frozenset(chain.from_iterable(rearranged)))
+    check_blobs(reader)
+    _refuse_other_payloads(reader, source.sections)
+    infos = contents.source.tensors
+    weights = {name: info for name, info in infos.items() if name in spelling.weights}
+    moments = {name: infos[name] for names in contents.moments.values() for name in names}
+    if request.optimizer_dtype is not None and not moments:
+        raise ConfigError(f"--optimizer-dtype {request.optimizer_dtype}: the checkpoint has no moments to cast")
+    keep = get_family(spelling.info.family).keep_float32
+    casts = find_casts(weights, request.dtype, keep=keep) | find_casts(moments, request.optimizer_dtype)
+    tensors = {name: replace(info, dtype=casts.get(name, info.dtype)) for name, info in infos.items()}
+    files = _files(request, tensors, contents)
+    work = Plan(
+        source=contents.source,
+        target=plan_dcp(tensors, files, blobs=contents.blobs, planner_data=contents.paths),
+        casts=casts,
+        write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
+        carried=[*(catalog.root / name for name in _other_files(catalog)), *spelling.info.assets.values()],
+        catalog=catalog,
+        readers=[reader],
+        vouched=vouched,
+    )
+    kept_float32 = [
+        *find_kept_float32(weights, request.dtype, keep=keep),
+        *find_kept_float32(moments, request.optimizer_dtype),
+    ]
+    return _ReshardPlan(contents, work, kept_float32)
+
+
+def _remarks(request: ReshardRequest, source: _Source, plan: _ReshardPlan) -> list[str]:
+    """What a user should know of the plan and the report has no field for; some are ""."""
+    catalog, training, spelling = source.catalog, source.training, source.spelling
+    of_selected = catalog.selected is not None and OPTIMIZER in source.sections.values()
+    islands = plan.kept_float32
+    return [
         ""
         if spelling.names.are_native
         else f"names: {spelling.naming} in the source; now as `titan train` writes them",
         describe_quantized(spelling.quantized),
         f"optimizer: {', '.join(training.optimizers)}, taken as that of {catalog.place_of_selected}"
-        if catalog.selected is not None and OPTIMIZER in sections.values() and OPTIMIZER not in drop
+        if of_selected and OPTIMIZER not in request.drop
         else "",
-        loader_state,
-        describe_rng_state(names, mesh),
-        _describe_unknown(contents.unknown),
+        source.loader_state,
+        describe_rng_state([*source.kept.tensors, *source.kept.blobs], request.mesh),
+        _describe_unknown(plan.contents.unknown),
         f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
-        unchecked_remark(catalog, vouched),
+        unchecked_remark(catalog, plan.work.vouched),
         *spelling.info.notes,
     ]
+
+
+def _report(request: ReshardRequest, source: _Source, plan: _ReshardPlan, done: Execution) -> ReshardReport:
+    """The report, without the time that it took."""
+    catalog, sections, target, mesh = source.catalog, source.sections, plan.work.target, request.mesh
+    names = [*source.kept.tensors, *source.kept.blobs]
+    remarks = filter(None, _remarks(request, source, plan))
     return ReshardReport(
-        source=str(src),
-        destination=str(dst),
-        naming=spelling.naming,
+        source=str(request.src),
+        destination=str(request.dst),
+        naming=source.spelling.naming,
         selected=catalog.place_of_selected,
-        cut=f"mesh {mesh}" if mesh else f"{num_files} files" if num_files else "any mesh",
-        num_tensors=len(tensors),
-        num_blobs=len(contents.blobs),
+        cut=f"mesh {mesh}" if mesh else f"{request.num_files} files" if request.num_files else "any mesh",
+        num_tensors=len(target.tensors),
+        num_blobs=len(plan.contents.blobs),
         num_files=len(target.file_bytes),
         num_bytes=target.total_bytes,
-        dtypes=count_dtypes(tensors),
-        num_cast=len(casts),
+        dtypes=count_dtypes(target.tensors),
+        num_cast=len(plan.work.casts),
         relative_error=done.relative_error,
         sections=dict(Counter(sections[name] for name in names)),
-        dropped_sections=dict(Counter(section for section in sections.values() if section in drop)),
-        dropped=contents.dropped,
-        missing=contents.missing,
-        loader_state=loader_state,
+        dropped_sections=dict(Counter(section for section in sections.values() if section in request.drop)),
+        dropped=plan.contents.dropped,
+        missing=plan.contents.missing,
+        loader_state=source.loader_state,
         non_finite=done.non_finite,
-        remarks=(*filter(None, remarks), *catalog.notes, *done.remarks),
+        remarks=(*remarks, *catalog.notes, *done.remarks),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,
         needs=done.needs,
-        secs=time.monotonic() - started,
-        dry_run=dry_run,
+        secs=0.0,
+        dry_run=done.needs is not None,
     )
 
 
@@ -226,8 +274,8 @@ def _refuse_other_payloads(reader: CatalogReader, sections: Mapping[str, str]) -
         )
 
 
-def _check_choice(mesh: MeshShape | None, num_files: int | None, shard_bytes: int | None) -> None:
-    given = {"--for-mesh": mesh, "--num-files": num_files, "--shard-size": shard_bytes}
+def _check_choice(request: ReshardRequest) -> None:
+    given = {"--for-mesh": request.mesh, "--num-files": request.num_files, "--shard-size": request.shard_bytes}
     chosen = [option for option, value in given.items() if value is not None]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} cannot be combined", hint="each determines the files")
@@ -259,14 +307,7 @@ def _stored(source: View, training: TrainingCheckpoint) -> dict[str, tuple[str, 
     }
 
 
-def _cut(
-    tensors: Mapping[str, TensorInfo],
-    contents: ReshardedContents,
-    *,
-    mesh: MeshShape | None,
-    num_files: int | None,
-    shard_bytes: int | None,
-) -> Files:
+def _files(request: ReshardRequest, tensors: Mapping[str, TensorInfo], contents: ReshardedContents) -> Files:
     """Parameters as the mesh holds them, each followed by its moments; other tensors in files of their own."""
     together = {
         p.fqn: [n for n in (p.fqn, *contents.moments.get(p.fqn, ())) if n in tensors] for p in contents.parameters
@@ -275,16 +316,16 @@ def _cut(
     beside = {name: tensors[name] for name in contents.beside if name in tensors}  # a text model: no rank reads them
     large |= beside
     small = [(name, Box.whole(info.shape)) for name, info in tensors.items() if name not in large]
-    if mesh is not None:
+    if request.mesh is not None:
         widest = {fqn: max([itemsize(tensors[n].dtype) for n in names], default=1) for fqn, names in together.items()}
-        held = boxes_for_mesh(contents.parameters, mesh, itemsizes=widest)
+        held = boxes_for_mesh(contents.parameters, request.mesh, itemsizes=widest)
         files = {f: [(name, box) for fqn, box in boxes for name in together[fqn]] for f, boxes in held.items()}
         files[EXTRA_FILE] = [(name, Box.whole(info.shape)) for name, info in beside.items()]
         files = {file: boxes for file, boxes in files.items() if boxes}
-    elif num_files is not None:
-        files = boxes_for_num_files(large, num_files)
+    elif request.num_files is not None:
+        files = boxes_for_num_files(large, request.num_files)
     else:
-        files = boxes_for_any_mesh(large, file_bytes=shard_bytes or DEFAULT_SHARD_BYTES)
+        files = boxes_for_any_mesh(large, file_bytes=request.shard_bytes or DEFAULT_SHARD_BYTES)
     return files | ({SMALL_TENSOR_FILE: small} if small else {})
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
+from tests.doors import convert
 from tests.models.names import interleaved, native_name
 
 COMMIT = "c" * 40

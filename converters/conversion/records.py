@@ -30,21 +30,34 @@ def no_small_files(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a conversion is asked for: the arguments of `convert` that are not in Run."""
+    """What a conversion is asked for: the options of `titan convert` that are not in Run.
+
+    `source`: the format that `src` is expected to have; another one is an error that names the right command.
+    `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). `select`: the
+    model, if `src` holds several. `mtp`: "keep" or "drop" layers for multi-token prediction. `keep_extra`: keep the
+    tensors, files and fields of config.json that a multimodal checkpoint has beside its text model, or take those of
+    `model_from`; None: keep them if the source has native names. `trained_by`: one of trained_by.TRAINED_BY.
+    """
 
     src: Path
     dst: Path
     output: Format
-    options: OutputOptions
-    source: Format | None = None  # that `src` is expected to have
+    source: Format | None = None
+    options: OutputOptions = OutputOptions()  # noqa: RUF009  frozen
     dtype: str | None = None
+    select: str | None = None
     model_from: Path | None = None
     allow_missing: bool = False
     allow_extra: bool = False
     allow_nonfinite: bool = False
-    keep_mtp: bool = False
+    mtp: str = "drop"
     keep_extra: bool | None = None
     trained_by: str | None = None
+
+    @property
+    def keep_mtp(self) -> bool:
+        """Whether layers for multi-token prediction are kept."""
+        return self.mtp == "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,11 @@ class Run:
     digests: bool = True
     resume: bool = False  # continue from what an earlier attempt at the same plan has written
     overwrite: bool = False
-    dry_run: bool = False
+    dry_run: bool = False  # stop once all is planned and checked
     progress: Progress = no_progress
+
+
+RUN = Run()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
-from converters.convert import convert
+from tests.doors import convert
 from tests.tiny_infer import complete, load
 from titan_tools.infer.decoding.engine import Engine
 

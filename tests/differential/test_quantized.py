@@ -11,9 +11,9 @@ import torch
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from converters.common.errors import TitanError
-from converters.convert import convert
 from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.sampling import every
+from tests.doors import convert
 from tests.fp8_folders import CONFIG, dequantized, read_folder, save, write_fp8
 
 BLOCK = (16, 24)

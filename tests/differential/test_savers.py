@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from converters.common.errors import TitanError
-from converters.convert import convert
 from tests.differential.compare import (
     NO_WAY_OUT,
     REFUSED,
@@ -22,6 +21,7 @@ from tests.differential.makers import tiny_config, tiny_model
 from tests.differential.sampling import chosen
 from tests.differential.savers import SAVERS
 from tests.dist.pool import Pool
+from tests.doors import convert
 
 MODELS = {"llama": {}, "qwen3": {"tie_word_embeddings": True, "head_dim": 8}}
 SAMPLE = [

@@ -7,10 +7,10 @@ import pytest
 
 from converters.common.box import Box
 from converters.layout.mesh_shape import MeshShape
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import check_files
 from tests.dist import runs
+from tests.doors import reshard
 
 KEYS = {
     "pp": "pipeline_parallel_degree",

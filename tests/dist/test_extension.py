@@ -71,7 +71,7 @@ def logits_of(folder, checkpoint, tokens):
 
 def convert_there_and_back(folder, source, destination):
     """Case: Hugging Face to DCP and back."""
-    from converters.convert import convert
+    from tests.doors import convert
 
     import_custom(str(folder / "mine"))
     convert(source, destination / "dcp", to="dcp")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from converters.common.errors import ConfigError, TitanError
-from converters.convert import convert
 from converters.store import manifest
+from tests.doors import convert
 from tests.json_lines import write_lines
 from tests.models.llama import write as write_llama
 from titan_tools.infer import run as infer_run

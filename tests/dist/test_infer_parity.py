@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from converters.convert import convert
+from tests.doors import convert
 from tests.greedy_reference import CLOSE_CALL, MOST_EXCUSED, assert_same, full_forward, greedy, ragged_prompts
 from tests.models.deepseek import write as write_deepseek
 from tests.models.dense import SCALING

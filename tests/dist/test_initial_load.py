@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from converters.convert import convert
 from converters.families.llama3 import FLAVORS
 from converters.formats.base import OutputOptions
 from converters.model.model_info import ModelInfo, write_hf_config
@@ -16,6 +15,7 @@ from converters.source.models_inside import SeveralModels
 from converters.source.weights import open_native
 from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
+from tests.doors import convert
 from tests.fp8_folders import write_fp8
 from tests.tiny_infer import CPU, complete
 from titan_tools.infer.model.load import load_model

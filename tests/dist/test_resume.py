@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 
 from converters.common.box import Box
 from converters.common.names import RUN_LOCK
-from converters.convert import convert
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.store.digest import TensorDigest
 from converters.store.manifest import check_files, read_manifest
 from tests.dist import runs
+from tests.doors import convert
 from trainer.job.job import resolve_job
 from trainer.seed import seed
 

@@ -11,15 +11,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from converters.convert import convert
 from converters.families.base import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.reshard import reshard
 from tests.dist.training import Layout
+from tests.doors import convert, reshard
 from trainer.build import build
 from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer, optimizer_state

@@ -17,9 +17,9 @@ from converters.common.errors import UnsupportedError
 from converters.families.llama3 import FLAVORS
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from tests.dist import runs
+from tests.doors import reshard
 from tests.models.names import interleaved, native_name
 
 # Far from zero, so that the rounding of two different forward passes is not blown up where gradients are small

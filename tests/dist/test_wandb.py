@@ -8,10 +8,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.engine.read import CatalogReader
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.dist import runs
+from tests.doors import reshard
 
 pytest.importorskip("wandb")
 RUN_ID = "train_state.wandb_run_id"

@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_meta
 

@@ -15,10 +15,9 @@ import pytest
 import converters.store.commit as committing
 from converters.common.errors import CheckpointError
 from converters.common.names import JOURNAL
-from converters.convert import convert
 from converters.engine.copy import copy_tensors
-from converters.reshard import reshard
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
 ROOT = Path(__file__).resolve().parents[2]

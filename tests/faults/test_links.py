@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.diff import diff
 from converters.inspect import inspect_checkpoint
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_meta
 from titan_tools import cli

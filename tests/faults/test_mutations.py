@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.common.errors import TitanError
-from converters.convert import convert
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

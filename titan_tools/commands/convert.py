@@ -160,25 +160,27 @@ def _register(
         trained_by: Trainer | None,
         **values: Any,
     ) -> None:
+        from converters.conversion.records import Request, Run
         from converters.convert import convert
         from converters.formats.base import OutputOptions
+        from converters.formats.registry import get_format
         from titan_tools.pages.conversion import print_conversion
         from titan_tools.terminal.console import print_json, progress
 
         chosen = {field: values.pop(OPTIONS[field].parameter) for field in takes}
         options = {field: OPTIONS[field].parse(value) for field, value in chosen.items() if value is not None}
-        report = convert(
+        how = {name: values.pop(name) for name in ("workers", "resume", "overwrite", "dry_run")}
+        request = Request(
             src,
             dst,
-            to=to or str(values.pop("to")),
-            source=source,
-            options=OutputOptions(**options),
-            digests=not no_digest,
+            get_format(to or str(values.pop("to"))),
+            None if source is None else get_format(source),
+            OutputOptions(**options),
             mtp=mtp.value,
             trained_by=None if trained_by is None else trained_by.value,
-            progress=progress,
             **values,
         )
+        report = convert(request, Run(digests=not no_digest, progress=progress, **how))
         if as_json:
             print_json(report.to_json())
         else:

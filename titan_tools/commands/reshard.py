@@ -89,12 +89,14 @@ def reshard(
       titan reshard torchtitan/step-500 step-500 --model-from Llama-3.1-8B --drop dataloader
     """
     from converters.common.sizes import parse_shard_size
+    from converters.conversion.records import Run
     from converters.layout.mesh_shape import MeshShape
+    from converters.reshard import ReshardRequest
     from converters.reshard import reshard as reshard_checkpoint
     from titan_tools.pages.conversion import print_resharding
     from titan_tools.terminal.console import print_json, progress
 
-    report = reshard_checkpoint(
+    request = ReshardRequest(
         src,
         dst,
         mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
@@ -106,13 +108,8 @@ def reshard(
         select=select,
         model_from=model_from,
         allow_missing=allow_missing,
-        workers=workers,
-        digests=not no_digest,
-        resume=resume,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        progress=progress,
     )
+    report = reshard_checkpoint(request, Run(workers, not no_digest, resume, overwrite, dry_run, progress))
     if as_json:
         print_json(report.to_json())
     else:

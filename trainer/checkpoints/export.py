@@ -9,7 +9,9 @@ from torch import Tensor
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.fold import fold_texts
+from converters.conversion.records import Request, Run
 from converters.convert import convert
+from converters.formats.registry import get_format
 from converters.model.model_info import ModelInfo
 from converters.store.commit import require_space
 from trainer.checkpoints.export_plan import export_folders, look_at_exports, refuse_others
@@ -61,7 +63,7 @@ class Exports:
             note(f"{folder} exists already")
             return
         refuse_others(folder)
-        report = convert(checkpoint, folder, to=kind, dtype=self._dtype, overwrite=True)
+        report = convert(Request(checkpoint, folder, get_format(kind), dtype=self._dtype), Run(overwrite=True))
         note(f"exported {checkpoint.name} to {folder}: {report.num_tensors} tensors of {', '.join(report.dtypes)}")
         for remark in report.remarks:
             note(f"  {remark}")

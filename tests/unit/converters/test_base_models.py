@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.inspect import inspect_checkpoint
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

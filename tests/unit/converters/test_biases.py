@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from converters.common.box import Box
 from converters.common.errors import UnsupportedError
-from converters.convert import convert
 from converters.families.base import LinearRope
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.source.weights import open_native
+from tests.doors import convert
 from tests.models.dense import write as write_tiny
 from trainer.models.initial_weights import InitialWeights
 

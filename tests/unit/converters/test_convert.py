@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
-from converters.convert import convert
 from converters.families.llama3 import LLAMA3
 from converters.formats.base import OutputOptions
 from converters.layout.layout import local_box
@@ -22,6 +21,7 @@ from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.names import interleaved, native_name
 

@@ -11,17 +11,16 @@ from safetensors.torch import load_file, save_file
 from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError, ConfigError
 from converters.conversion.plan import find_casts, find_kept_float32
-from converters.convert import convert
 from converters.diff import diff
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.layout.mesh_shape import MeshShape
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
 GONE = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight")

@@ -27,11 +27,11 @@ from transformers import (
 )
 
 from converters.common.errors import UnsupportedError
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.dense import SCALING
 from trainer.models.registry import get_trainer_family
 

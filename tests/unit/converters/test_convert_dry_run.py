@@ -15,12 +15,11 @@ from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError
 from converters.conversion import execute
 from converters.conversion.needs import COPY_BYTES_PER_SEC, WORKER_BYTES
-from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
-from converters.reshard import reshard
 from tests.big_shapes import LLAMA_405B_CONFIG, llama_405b, num_bytes, write_sparse_dcp, write_sparse_hf
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 from tests.models.names import native_name
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.engine.read import CatalogReader
 from converters.families.registry import get_family
@@ -31,10 +30,10 @@ from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
 from converters.naming.foreign_view import foreign_view
 from converters.quantized.quantization import Fp8Scheme
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from tests.big_shapes import deepseek_v3, write_sparse_hf
+from tests.doors import convert, reshard
 from tests.fp8_folders import CONFIG, is_quantized
 from tests.models.deepseek import write as write_deepseek
 from tests.models.names import native_arrays

@@ -10,13 +10,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.diff import diff
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
-from converters.reshard import reshard
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.fp8_folders import dequantized, read_folder, write_fp8
 from tests.models.deepseek import write as write_deepseek
 from tests.models.deepseek import write_mtp

@@ -10,11 +10,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.diff import diff, in_both
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
-from converters.reshard import reshard
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 import converters.engine.copy as copying
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.families.registry import get_family, read_hf_config
 from converters.formats.base import OutputOptions
@@ -25,6 +24,7 @@ from converters.model.model_info import read_model_info
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.names import native_arrays
 from tests.models.qwen3_moe import write as write_experts
 from titan_tools.infer.identity import origin_of

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 
 from converters.common.errors import UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert
 from tests.models import deepseek, gpt_oss, llama4, qwen3_moe
 from tests.models.names import native_arrays
 

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.families.gpt_oss import FLAVORS
 from converters.families.gpt_oss_config import _RELEASE as RELEASE
@@ -23,6 +22,7 @@ from converters.quantized.quantization import read_quantization
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.gpt_oss import CONFIG, dequantize, quantize, read_folder, save, write_mxfp4
 from tests.models.gpt_oss import write as write_gpt_oss
 from tests.unit.converters.samples import load_dcp

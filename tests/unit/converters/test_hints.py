@@ -15,10 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
-from converters.convert import convert
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
+from tests.doors import convert
 from tests.unit.converters.samples import raw, read_all, save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

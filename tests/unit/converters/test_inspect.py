@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.fold import TensorLine, fold_lines, fold_texts, tree_rows
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout.mesh_shape import MeshShape
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 
 

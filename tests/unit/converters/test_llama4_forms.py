@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Llama4ForConditionalG
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.containers.torch_file import read_catalog
 from converters.conversion.completed import completed
-from converters.convert import convert
 from converters.diff import diff
 from converters.engine.journal import reading_order
 from converters.engine.read import CatalogReader
@@ -27,11 +26,11 @@ from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.layout.mesh_shape import MeshShape
 from converters.model.multimodal import EXTRA_REASON
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.source.weights import native_weights, open_native
 from converters.verify import verify
 from tests.big_shapes import llama4, write_sparse_hf
+from tests.doors import convert, reshard
 from tests.models.llama4 import PROCESSOR, meta_params, meta_shards, native_logits, text_state, write_meta
 from tests.models.llama4 import write as write_llama4
 from tests.models.names import native_arrays

@@ -8,16 +8,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from converters.common.errors import CheckpointError, ConfigError
-from converters.convert import convert
 from converters.engine.read import CatalogReader
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.reshard import SMALL_TENSOR_FILE, reshard
+from converters.reshard import SMALL_TENSOR_FILE
 from converters.source.open import open_checkpoint
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
 ARGS = ModelArgs(dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)

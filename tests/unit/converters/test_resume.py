@@ -18,13 +18,13 @@ from converters.containers.safetensors_write import plan_safetensors
 from converters.conversion.execute import execute
 from converters.conversion.needs import needed_bytes
 from converters.conversion.records import Plan, Run
-from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import Journal, plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.layout.layout import boxes_for_any_mesh
 from converters.source.open import open_checkpoint
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 
 BLOCK = 4096

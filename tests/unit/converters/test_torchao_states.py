@@ -8,10 +8,9 @@ from torchao.optim.subclass_fp8 import OptimStateFp8
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.common.errors import UnsupportedError
-from converters.convert import convert
 from converters.inspect import inspect_checkpoint
-from converters.reshard import reshard
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.unit.converters.samples import save_dcp
 
 CONFIG = LlamaConfig(

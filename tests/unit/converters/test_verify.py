@@ -11,13 +11,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.engine.read import CatalogReader
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest, write_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 
 

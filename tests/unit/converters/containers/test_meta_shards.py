@@ -17,7 +17,6 @@ import converters.engine.copy as copying
 from converters.common.box import Box
 from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.containers import meta_shards
-from converters.convert import convert
 from converters.diff import diff
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.formats.base import OutputOptions
@@ -27,6 +26,7 @@ from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_meta
 from tests.unit.converters import evil

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from converters.common.errors import CheckpointError, ConfigError, TitanError
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.quantized.fp8_encoder import Fp8Encoder
@@ -14,6 +13,7 @@ from converters.quantized.quantization import Fp8Scheme, read_quantization
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest, write_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.fp8_folders import E4M3, dequantize, is_quantized, quantize, read_folder, save, write_fp8
 from tests.models.dense import write as write_tiny
 from tests.models.qwen3_moe import write as write_experts

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from converters.convert import convert
 from converters.tokenizers import reader
 from converters.tokenizers.assets import find_assets, find_documents
 from tests.checkpoint_forms import FORMS, write_byte_ranks
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_tokenizer
 

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from converters.common.errors import ConfigError
 from converters.conversion.trained_by import TRAINED_BY
-from converters.convert import convert
 from converters.families.llama4 import FLAVORS
 from converters.families.llama4_torchtitan import as_torchtitan_trained
 from converters.model.model_info import read_model_info
 from converters.source.weights import open_native
+from tests.doors import convert
 from tests.models import llama4
 from tests.models.deepseek import native_logits
 from tests.models.deepseek import write as write_deepseek

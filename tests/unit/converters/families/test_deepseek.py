@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.naming.foreign_view import foreign_view
 from converters.source.weights import open_native
+from tests.doors import convert
 from tests.models.deepseek import NUMBERS, native_logits
 from tests.models.deepseek import write as write_deepseek
 from tests.models.names import native_arrays

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from converters.common.box import Box
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.families import qwen3
 from converters.families.llama import HF, LLAMA_NAMINGS
 from converters.families.llama2 import FLAVORS as LLAMA2_FLAVORS
@@ -23,6 +22,7 @@ from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import detect_naming
 from converters.naming.native_view import native_view
 from converters.source.weights import open_native
+from tests.doors import convert
 from tests.models.dense import TINY, family_of, native_logits
 from tests.models.dense import write as write_tiny
 from tests.unit.converters.samples import infos, load_dcp

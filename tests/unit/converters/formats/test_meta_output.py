@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_meta
 

@@ -15,7 +15,6 @@ from torchtune.training import FullModelHFCheckpointer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.formats.torchtune import default_device
 from converters.source.open import open_checkpoint
@@ -24,6 +23,7 @@ from converters.store.manifest import read_manifest
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.verify import verify
 from tests.checkpoint_forms import write_byte_ranks
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_tokenizer
 from tests.unit.converters.samples import save_dcp

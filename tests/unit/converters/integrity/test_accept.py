@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 import converters.store.manifest as manifests
 from converters.common.errors import CheckpointError
 from converters.common.names import MANIFEST
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.models.llama import write as write_llama
 from trainer.checkpoints.export_plan import refuse_others
 

@@ -8,15 +8,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.engine.read import CatalogReader
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import TensorSum, read_manifest, write_manifest
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
 WAYS = {

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model.hf_fields import _GENERATION
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_model_info
 from tests.checkpoint_forms import write_byte_ranks
+from tests.doors import convert
 from tests.models.dense import write as write_tiny
 
 INFO = ModelInfo("llama3", FLAVORS["debug_tied"])

@@ -8,12 +8,12 @@ from dataclasses import asdict, astuple, dataclass, replace
 import pytest
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.families import registry
 from converters.families.base import ModelArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
 from converters.source.weights import open_native
+from tests.doors import convert
 from tests.models.dense import write as write_tiny
 
 INFO = ModelInfo("llama3", FLAVORS["debug_tied"])

@@ -11,16 +11,15 @@ from transformers.modeling_layers import MtpModel
 
 from converters import api
 from converters.common.errors import CheckpointError, ConfigError
-from converters.convert import convert
 from converters.diff import diff
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info
 from converters.model.mtp import MTP_REASON
-from converters.reshard import reshard
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.deepseek import write as write_deepseek
 from tests.models.deepseek import write_mtp
 

@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.inspect import inspect_checkpoint
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import read_manifest
+from tests.doors import convert, reshard
 from tests.unit.converters.samples import save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.families.registry import get_family
 from converters.inspect import inspect_checkpoint
@@ -16,6 +15,7 @@ from converters.quantized.quantization import Fp8Scheme, is_quantized, read_quan
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert
 from tests.fp8_folders import CONFIG, E4M3, dequantized, read_folder, save, write_fp8
 from tests.models.dense import write as write_tiny
 from tests.models.qwen3_moe import write as write_experts

@@ -6,13 +6,12 @@ import shutil
 import pytest
 
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.inspect import inspect_checkpoint
 from converters.model.model_info import read_model_info
-from converters.reshard import reshard
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_meta
 

@@ -8,15 +8,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.common.errors import ConfigError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.inspect import inspect_checkpoint
-from converters.reshard import reshard
 from converters.source.models_inside import SeveralModels
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
+from tests.doors import convert, reshard
 from tests.unit.converters.samples import save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from converters.common.box import Box
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.diff import diff
 from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.verify import verify
+from tests.doors import convert
 from tests.unit.converters.samples import save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

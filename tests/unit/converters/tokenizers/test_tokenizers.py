@@ -16,7 +16,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, GenerationConfig
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.tokenizers.assets import find_assets, read_token_ids, tokenizer_remark, write_assets
 from converters.tokenizers.assets import write_tokenizer_for_hf as write_for_hf
 from converters.tokenizers.assets import write_tokenizer_for_meta as write_for_meta
@@ -25,6 +24,7 @@ from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, wr
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
 from converters.tokenizers.tokenizer import load_tokenizer
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
+from tests.doors import convert
 from tests.models.dense import family_of
 from tests.models.dense import write as write_tiny
 from tests.models.llama import write_tokenizer

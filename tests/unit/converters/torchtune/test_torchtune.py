@@ -10,9 +10,9 @@ from torchtune.models.llama3_1 import llama3_1
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer
 
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
+from tests.doors import convert
 from tests.models.dense import SCALING
 from tests.models.llama import write as write_llama
 

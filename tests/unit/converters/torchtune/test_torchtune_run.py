@@ -15,9 +15,9 @@ from torchtune import config
 from torchtune.data import padded_collate_sft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.store.manifest import read_manifest
+from tests.doors import convert
 from tests.unit.converters.torchtune.torchtune_folders import STYLES, make_case
 
 TUNE = Path(sys.executable).with_name("tune")

@@ -7,9 +7,9 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from tests.checkpoint_forms import write_byte_ranks
+from tests.doors import convert
 from tests.models.dense import SCALING
 from tests.models.llama import write as write_llama
 from tests.tiny_sentencepiece import write_sentencepiece

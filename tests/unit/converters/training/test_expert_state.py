@@ -14,9 +14,9 @@ from converters.families.qwen3 import FLAVORS, QWEN3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.verify import verify
+from tests.doors import reshard
 
 ARGS = replace(
     FLAVORS["debug_moe_mixed"], dim=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30,

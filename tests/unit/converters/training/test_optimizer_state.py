@@ -16,10 +16,10 @@ from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.training.sections import describe_loader_state
 from converters.verify import verify
+from tests.doors import reshard
 
 ARGS = ModelArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
 SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}

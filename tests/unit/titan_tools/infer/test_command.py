@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from converters.convert import convert
+from tests.doors import convert
 from tests.models.llama import BOS, write_meta
 from tests.models.llama import write as write_llama
 from titan_tools.infer import run as infer_run

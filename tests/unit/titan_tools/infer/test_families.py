@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from converters.convert import convert
 from tests.checkpoint_forms import FORMS
+from tests.doors import convert
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
 from tests.models.dense import SCALING
 from tests.models.dense import write as write_tiny

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from converters.convert import convert
 from converters.tokenizers.assets import find_assets
+from tests.doors import convert
 from tests.json_lines import read_lines
 from titan_tools.infer.find import FoundCheckpoint, find_checkpoints, find_tokenizer
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from converters.engine.read import CatalogReader
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
-from converters.reshard import reshard
 from converters.source.open import open_checkpoint
 from converters.store.manifest import TensorSum, read_manifest, write_manifest
 from tests.checkpoint_forms import FORMS, native, write_byte_ranks
+from tests.doors import reshard
 from tests.fp8_folders import dequantized, save, write_fp8
 from tests.greedy_reference import greedy
 from tests.models.dense import SCALING

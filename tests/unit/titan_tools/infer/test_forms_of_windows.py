@@ -2,8 +2,8 @@
 
 import pytest
 
-from converters.convert import convert
 from converters.formats.base import OutputOptions
+from tests.doors import convert
 from tests.greedy_reference import assert_same, greedy
 from tests.models.gpt_oss import write as write_gpt_oss
 from tests.models.gpt_oss import write_mxfp4

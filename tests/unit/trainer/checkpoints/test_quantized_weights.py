@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.quantized.stored_blocks import BlocksSource
 from converters.source.weights import open_native
 from tests import fp8_folders
+from tests.doors import convert
 from tests.models import gpt_oss
 from tests.models.dense import write as write_tiny
 from tests.tiny_infer import CPU

@@ -11,10 +11,11 @@ from tokenizers import Regex, pre_tokenizers
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import OutputOptions, convert
+from converters.formats.base import OutputOptions
 from converters.tokenizers import moonshot
 from converters.tokenizers.tiktoken_from_json import write_ranks
 from converters.tokenizers.tokenizer import load_tokenizer
+from tests.doors import convert
 from tests.models.deepseek import write as write_deepseek
 from tests.unit.trainer.data.test_tokenizer import LETTERS, texts
 from trainer.data.train_tokenizer import train_ranks

@@ -13,10 +13,10 @@ from torch import nn
 
 from converters.common.box import Box
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.convert import convert
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.source.weights import open_native
+from tests.doors import convert
 from tests.models.biased import BIASED, registered
 from tests.models.biased import write as write_biased
 from tests.models.dense import TINY

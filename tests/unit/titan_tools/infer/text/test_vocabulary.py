@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from converters.common.errors import CheckpointError
-from converters.convert import convert
 from converters.formats.base import OutputOptions
 from converters.model.model_info import read_model_info
+from tests.doors import convert
 from tests.models.llama import BOS, EOS, write_meta, write_tokenizer
 from tests.models.llama import write as write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
