@@ -23,6 +23,7 @@ from converters.integrity.source_check import unchecked_remark
 from converters.model.mtp import check_repeats, describe_mtp
 from converters.model.multimodal import describe_extras
 from converters.naming.namings import is_named
+from converters.naming.native_view import Reading
 from converters.source.open import open_checkpoint, require_exists
 from converters.source.weights import NativeWeights, dequantized_for, native_weights
 from converters.views.catalog import Catalog
@@ -204,15 +205,14 @@ def _open_weights(request: Request, catalog: Catalog) -> NativeWeights:
     """The weights of the source. Raises CheckpointError that names the folder if it is one file of a series."""
     src = request.src
     try:
-        return native_weights(
-            catalog,
-            model_from=request.model_from,
+        reading = Reading(
             allow_missing=request.allow_missing,
             allow_extra=request.allow_extra,
             keep_mtp=request.keep_mtp,
             keep_extra=request.keep_extra,
             dequantized=dequantized_for(request.dtype),
         )
+        return native_weights(catalog, reading, model_from=request.model_from)
     except CheckpointError as error:
         if not (src.is_file() and is_of_series(src.name)):
             raise

@@ -22,6 +22,7 @@ from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, describes_model
 from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import fused_with, namings_for
+from converters.naming.native_view import Reading
 from converters.source.models_inside import SeveralModels
 from converters.source.open import open_checkpoint
 from converters.source.weights import model_part, native_weights
@@ -165,7 +166,9 @@ def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack
             # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
             partial = catalog.manifest is not None
             opened = stack.enter_context(
-                native_weights(catalog, model_from=folder, allow_missing=partial, keep_mtp=True, keep_extra=True)
+                native_weights(
+                    catalog, Reading(allow_missing=partial, keep_mtp=True, keep_extra=True), model_from=folder
+                )
             )
             weights: TensorSource = opened.source
             extras = opened.extras

@@ -19,6 +19,7 @@ from converters.families.registry import all_families, get_family
 from converters.model.model_info import ModelInfo, describes_model
 from converters.model.mtp import num_mtp_layers
 from converters.naming.namings import is_named
+from converters.naming.native_view import Reading
 from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.source.model_from import find_model_info
 from converters.source.open import open_checkpoint
@@ -27,6 +28,7 @@ from converters.views.catalog import Catalog
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
+_READING = Reading(keep_mtp=True, keep_extra=True, reads_copies=False)
 _STEPS = ("train_state.step", "step", "global_step", "trainer.global_step")
 
 
@@ -82,7 +84,7 @@ def inspect_checkpoint(
         parts, naming = _parts(info, weights, tensor_naming), tensor_naming.name
         quantized = quantized_tensors(catalog, info)
         if quantized is None:  # else its own problems are listed
-            with native_weights(catalog, model_from=model_from, keep_mtp=True, keep_extra=True, reads_copies=False):
+            with native_weights(catalog, _READING, model_from=model_from):
                 pass
     except (CheckpointError, UnsupportedError) as error:  # its tensors can be listed nevertheless
         problem = error.message if model_from or describes_model(catalog.root) else ""

@@ -1,6 +1,6 @@
 """Verify a checkpoint: structure, cover, names and shapes, CRC32s, digests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import MANIFEST
 from converters.containers.registry import CONTAINERS
 from converters.conversion.records import Progress, no_progress
-from converters.integrity.accept import accept_changes, changed_folder, check_json
+from converters.integrity.accept import ChangedFolder, accept_changes, changed_folder, check_json
 from converters.integrity.checks import (
     DigestRules,
     changed_tensors,
@@ -21,7 +21,7 @@ from converters.integrity.checks import (
     judge,
     read_tensors,
 )
-from converters.integrity.verify_report import Check, VerifyReport
+from converters.integrity.verify_report import Changes, Check, VerifyReport
 from converters.source.models_inside import ROOT
 from converters.source.open import open_checkpoint, require_exists
 from converters.store.hf_cache import snapshot_of
@@ -71,34 +71,47 @@ def verify(
     checks += check_reading(catalog)
     model_check, rules = check_model(catalog, model_from)
     checks.append(model_check)
-    non_finite: dict[str, int] = {}
-    changes = None
     if changed:
-        checks.append(check_json(changed))
-        if CONTAINERS[catalog.container].has_checksums:
-            checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
-        if all(check.outcome != "failed" for check in checks):  # reading damaged files would add nothing
-            with progress(catalog.num_bytes, "reading") as advance:
-                tensors = read_tensors(catalog, rules, {}, advance)
-            non_finite = tensors.non_finite
-            if problems := tensors.damaged + tensors.unsupported:
-                checks.append(judge("values", "tensors as a reader gets them", problems))
-            else:
-                compared, changes = accept_changes(changed, catalog, tensors.entries)
-                checks += compared
+        more, non_finite, changes = _accept(catalog, changed, checks, rules, progress)
     else:
-        manifest = _manifest_for(catalog, path)
-        checks.append(_check_files(catalog, manifest, path, quick=quick))
-        if quick:
-            checks.append(Check("values", "not done", "no tensor was read (--quick)"))
-        elif checks[-1].outcome == "failed":
-            checks.append(_check_damaged(catalog, manifest, checks[-1], rules))
-        else:
-            with progress(catalog.num_bytes, "reading") as advance:
-                check, non_finite = _check_values(catalog, manifest, rules, advance)
-            checks.append(check)
+        (more, non_finite), changes = _compare(catalog, path, rules, progress, quick=quick), None
     num_tensors, num_bytes = len(catalog.tensors), catalog.num_bytes
-    return VerifyReport(str(path), catalog.container, tuple(checks), num_tensors, num_bytes, non_finite, changes)
+    return VerifyReport(str(path), catalog.container, (*checks, *more), num_tensors, num_bytes, non_finite, changes)
+
+
+def _accept(
+    catalog: Catalog, changed: ChangedFolder, before: Sequence[Check], rules: DigestRules, progress: Progress
+) -> tuple[list[Check], dict[str, int], Changes | None]:
+    """Replace the manifest of a folder that was changed, unless a check fails: checks, NaN or infinite values, changes.
+
+    `before`: the checks that were made already.
+    """
+    checks = [check_json(changed)]
+    if CONTAINERS[catalog.container].has_checksums:
+        checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
+    if any(check.outcome == "failed" for check in (*before, *checks)):  # reading damaged files would add nothing
+        return checks, {}, None
+    with progress(catalog.num_bytes, "reading") as advance:
+        tensors = read_tensors(catalog, rules, {}, advance)
+    if problems := tensors.damaged + tensors.unsupported:
+        return [*checks, judge("values", "tensors as a reader gets them", problems)], tensors.non_finite, None
+    compared, changes = accept_changes(changed, catalog, tensors.entries)
+    return [*checks, *compared], tensors.non_finite, changes
+
+
+def _compare(
+    catalog: Catalog, path: Path, rules: DigestRules, progress: Progress, *, quick: bool
+) -> tuple[list[Check], dict[str, int]]:
+    """Compare files and values with the manifest: checks, and the number of NaN or infinite values by tensor."""
+    manifest = _manifest_for(catalog, path)
+    files = _check_files(catalog, manifest, path, quick=quick)
+    if quick:
+        return [files, Check("values", "not done", "no tensor was read (--quick)")], {}
+    if files.outcome == "failed":
+        return [files, _check_damaged(catalog, manifest, files, rules)], {}
+    with progress(catalog.num_bytes, "reading") as advance:
+        values, non_finite = _check_values(catalog, manifest, rules, advance)
+    return [files, values], non_finite
 
 
 def _check_unopened(path: Path, *, quick: bool) -> list[Check]:

@@ -15,6 +15,7 @@ from converters.families.base import other_numbers
 from converters.families.registry import get_family
 from converters.integrity.source_check import check_tensors
 from converters.model.multimodal import count_extras, find_files, require_extras
+from converters.naming.native_view import Reading
 from converters.source.open import open_checkpoint
 from converters.source.weights import NativeWeights, native_weights
 from converters.views.expressions import Expression, Source
@@ -54,7 +55,7 @@ def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[Nat
         return
     if Path(folder).is_file():
         raise ConfigError(f"--keep-extra: --model-from {folder} is a file", hint="give the folder of the checkpoint")
-    with native_weights(open_checkpoint(folder), keep_extra=True) as other:
+    with native_weights(open_checkpoint(folder), Reading(keep_extra=True)) as other:
         problems = other_numbers(weights.info.args, other.info.args)
         if problems or other.info.family != weights.info.family:
             raise ConfigError(

@@ -12,6 +12,7 @@ from converters.common.errors import CheckpointError, ConfigError, list_offender
 from converters.common.fold import fold_texts
 from converters.conversion.quantize import Quantization, plan_quantization
 from converters.conversion.records import Plan, Request
+from converters.families.base import Naming
 from converters.families.registry import get_family
 from converters.formats.base import Contents, Format, OutputOptions
 from converters.integrity.source_check import Vouched, check_digests, vouched_for
@@ -51,13 +52,7 @@ def plan_conversion(
     output, options = request.output, request.options
     output.check_options(options)
     family = get_family(weights.info.family)
-    naming = output.naming(family, options)
-    holds_extras = naming is None
-    if naming is not None and weights.extras and family.multimodal and naming.name == "hf":
-        naming, holds_extras = family.namings[family.multimodal.naming], True
-    view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
-    if naming is not None and holds_extras:
-        view = with_extras(view, weights.source, weights.extras)
+    naming, view, holds_extras = _named(weights, output, options)
     native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
     written = {fqn for names in native_of.values() for fqn in names}
     unplaced = () if holds_extras else weights.extras
@@ -70,8 +65,8 @@ def plan_conversion(
         quantization = plan_quantization(
             weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
         )
-        casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
-        casts |= quantization.casts(view.tensors)
+        others = {name: cast for name, cast in casts.items() if name not in quantization.encoders}
+        casts = others | quantization.casts(view.tensors)  # encoders take the values that were read
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     info = without_outer(weights.info, family) if unplaced else weights.info
     contents = Contents(tensors, view, family, info, request.dst)
@@ -107,6 +102,19 @@ def plan_conversion(
         made={fqn: reason for fqn, reason in weights.source.ledger.made.items() if fqn in written},
         quantization=quantization,
     )
+
+
+def _named(weights: NativeWeights, output: Format, options: OutputOptions) -> tuple[Naming | None, View, bool]:
+    """The naming of an output (None: native), the weights under it, and whether it holds those beside a text model."""
+    family = get_family(weights.info.family)
+    naming = output.naming(family, options)
+    if naming is None:
+        return None, weights.source, True
+    holds_extras = bool(weights.extras) and family.multimodal is not None and naming.name == "hf"
+    if holds_extras and family.multimodal:
+        naming = family.namings[family.multimodal.naming]
+    view = foreign_view(weights.source, weights.info, naming)
+    return naming, with_extras(view, weights.source, weights.extras) if holds_extras else view, holds_extras
 
 
 def _vouched(

@@ -16,12 +16,13 @@ from converters.engine.journal import files_identity
 from converters.families.base import EMBEDDING, OUTPUT, Naming, other_numbers
 from converters.families.registry import get_family
 from converters.integrity.source_check import check_tensors
+from converters.naming.native_view import DEQUANTIZED, Reading
 from converters.quantized.fp8_encoder import Fp8Encoder
 from converters.quantized.mxfp4_encoder import Mxfp4Encoder
 from converters.quantized.mxfp4_scheme import Mxfp4Scheme
 from converters.quantized.quantization import SPELLINGS, Fp8Scheme, Scheme, parse_quantize
 from converters.source.open import open_checkpoint
-from converters.source.weights import DEQUANTIZED, NativeWeights, native_weights
+from converters.source.weights import NativeWeights, native_weights
 from converters.views.expressions import Mxfp4Blocks
 
 
@@ -218,7 +219,7 @@ def opened_scales(request: Request, weights: NativeWeights) -> Iterator[NativeWe
     if folder is None:
         yield None
         return
-    with native_weights(open_checkpoint(folder), keep_mtp=request.keep_mtp) as known:
+    with native_weights(open_checkpoint(folder), Reading(keep_mtp=request.keep_mtp)) as known:
         if known.quantized is None:
             raise ConfigError(f"--scales-from {folder}: its weights are not quantized")
         other = other_numbers(weights.info.args, known.info.args)

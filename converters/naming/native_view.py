@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from converters.common.box import TensorInfo, TensorSource
 from converters.common.dtypes import DTYPES
 from converters.common.errors import CheckpointError, list_offenders
 from converters.families import rules
-from converters.families.base import EMBEDDING, OUTPUT, Family, Naming, Parameter
+from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming, Parameter
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.model.multimodal import EXTRA_REASON
@@ -18,32 +18,50 @@ from converters.quantized.mxfp4_scheme import ENDS
 from converters.quantized.quantization import KEY, SCALE
 from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.views.compare import first_difference
-from converters.views.expressions import Source
+from converters.views.expressions import Expression, Source
 from converters.views.view import NOT_SAVED_REASON, REPEATED_REASON, TIED_REASON, Ledger, View
 
+DEQUANTIZED = "bfloat16"  # the type that published checkpoints were quantized from
 _SCALE_ENDS = (SCALE, *ENDS.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What of the weights is read, and what may be missing or extra: then it is in the ledger, not in the view.
+
+    `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
+    `keep_extra`: likewise with the tensors of a multimodal checkpoint beside its text model, under their own names;
+    None: if the checkpoint has native names. `reads_copies`: compare tensors that are stored twice, as the output of a
+    tied model; else nothing but headers is read. `dequantized`: the type of values that are
+    stored as codes with scales.
+    """
+
+    allow_missing: bool = False
+    allow_extra: bool = False
+    keep_mtp: bool = False
+    keep_extra: bool | None = False
+    reads_copies: bool = True
+    dequantized: str = DEQUANTIZED
+
+
+READING = Reading()
 
 
 def native_view(
     source: TensorSource,
     info: ModelInfo,
     naming: Naming,
+    reading: Reading = READING,
     *,
-    allow_missing: bool = False,
-    allow_extra: bool = False,
     quantized: QuantizedTensors | None = None,
-    keep_extra: bool = False,
-    reads_copies: bool = True,
     where: str = "",
 ) -> View:
     """`source` under native names; `quantized`: its weights whose values are codes times scales.
 
     Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors, parts of one
-    tensor that differ in dtype, and quantized weights that do not match their scales. Tensors that are allowed to be
-    missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
-    error in any case. A tied model may repeat its output weight, which is read, and dropped if it equals the
-    embedding. `keep_extra`: with the tensors of a multimodal checkpoint beside its text model, under their own names.
-    `reads_copies`: without it the output of a tied model is taken for a copy unread. `where` begins the messages.
+    tensor that differ in dtype, and quantized weights that do not match their scales. A tensor of which only some parts
+    are there is an error in any case. A tied model may repeat its output weight, which is read, and dropped if it
+    equals the embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     naming, parameters = family.naming_for(naming, args), family.parameters(args)
@@ -51,11 +69,12 @@ def native_view(
     by_native = rules_for((p.fqn for p in (*parameters, *outputs)), naming)
     rule_of = {p.fqn: by_native[with_placeholder(p.fqn)] for p in (*parameters, *outputs)}
     foreign_of = {p.fqn: foreign_tensors(rule_of[p.fqn], p) for p in (*parameters, *outputs)}
-    tied_names = {name for p in outputs for name in foreign_of[p.fqn].names}
-    ledger, scales = Ledger(), quantized.scales if quantized else {}
+    ledger = Ledger()
     extras = family.multimodal.extras if family.multimodal else ()
+    tied_names = {name for p in outputs for name in foreign_of[p.fqn].names}
+    names = _Names({name for foreign in foreign_of.values() for name in foreign.names}, tied_names, naming, extras)
     stored, kept_extras, tied_copy = _assign_names(
-        source, ledger, naming, foreign_of, tied_names, scales, extras=extras, keep_extra=keep_extra
+        source, ledger, names, quantized.scales if quantized else {}, keep_extra=bool(reading.keep_extra)
     )
     if tied_copy is not None and not stored.intersection(foreign_of[EMBEDDING].names):
         # the tied weight, under its other name
@@ -63,98 +82,130 @@ def native_view(
         stored.add(tied_copy)
         tied_copy = None
     not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, stored)
-    tensors, expressions, problems = {}, {}, list[str]()
+    natives = _NativeTensors(source, args, ledger, quantized, reading.allow_missing)
     for parameter in parameters:
-        fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
-        if isinstance(op, rules.Zeros) or fqn in not_saved:
-            ledger.made[fqn] = op.reason if isinstance(op, rules.Zeros) else NOT_SAVED_REASON
-            op, foreign = rules.Zeros(ledger.made[fqn]), replace(foreign, names=())
+        op, foreign = rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
+        if parameter.fqn in not_saved and not isinstance(op, rules.Zeros):
+            op = rules.Zeros(NOT_SAVED_REASON)
+        natives.add(parameter, op, foreign, stored)
+    for name in kept_extras:
+        natives.put(name, Source(name), source.tensors[name])
+    ledger.missing = list(dict.fromkeys(ledger.missing))
+    problems = [*natives.problems, *_left_over(source, ledger, quantized, allow_extra=reading.allow_extra)]
+    if problems:
+        no_output = None if args.tied or OUTPUT in ledger.used else foreign_of[OUTPUT]
+        raise _ledger_error(list(dict.fromkeys(problems)), family, naming, ledger.extra, no_output, where=where)
+    if tied_copy is not None:
+        if reading.reads_copies:
+            _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
+        ledger.dropped[tied_copy] = TIED_REASON
+    return View(source, natives.tensors, natives.expressions, ledger)
+
+
+@dataclass(slots=True)
+class _NativeTensors:
+    """The native tensors of a view, as they are added, and every problem."""
+
+    source: TensorSource
+    args: ModelArgs
+    ledger: Ledger
+    quantized: QuantizedTensors | None
+    allow_missing: bool
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    expressions: dict[str, Expression] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def put(self, name: str, expression: Expression, info: TensorInfo) -> None:
+        """Add a tensor of the view."""
+        self.expressions[name], self.tensors[name], self.ledger.used[name] = expression, info, expression.sources
+
+    def add(self, parameter: Parameter, op: rules.Op, foreign: ForeignTensors, stored: set[str]) -> None:
+        """Make a parameter of its foreign tensors, or record why it cannot be made."""
+        fqn = parameter.fqn
+        if isinstance(op, rules.Zeros):
+            self.ledger.made[fqn] = op.reason
+            foreign = replace(foreign, names=())
         absent = [name for name in foreign.names if name not in stored]
         if absent:
-            ledger.missing += absent
-            if not allow_missing:
-                problems += [_missing(name, foreign) for name in absent]
+            self.ledger.missing += absent
+            if not self.allow_missing:
+                self.problems += [_missing(name, foreign) for name in absent]
             elif len(absent) < len(foreign.names):
                 why = f"only all parts of {fqn} together may be missing"
-                problems += [f"{_missing(name, foreign)}: {why}" for name in absent]
-        present = {name: source.tensors[name] for name in foreign.names if name in stored}
-        if quantized:
-            if not quantized.scheme.covers(parameter):
-                problems += [
-                    f"quantized   {n}  {quantized.scheme.uncovered}" for n in present if n in quantized.expressions
-                ]
-            present = {name: quantized.native_info(name, info) for name, info in present.items()}
-        problems += _part_problems(present, foreign.shape)
-        if absent:
-            continue
-        values = quantized.expressions if quantized else {}
-        parts = tuple(values.get(name) or Source(name) for name in foreign.names)
-        expressions[fqn] = native_expression(op, parameter, parts, args)
-        dtype = present[foreign.names[0]].dtype if present else "float32"
-        tensors[fqn] = TensorInfo(dtype, parameter.shape)
-        ledger.used[fqn] = expressions[fqn].sources
-    for name in kept_extras:
-        expressions[name], tensors[name], ledger.used[name] = Source(name), source.tensors[name], (name,)
-    ledger.missing = list(dict.fromkeys(ledger.missing))
+                self.problems += [f"{_missing(name, foreign)}: {why}" for name in absent]
+        present = {name: self.source.tensors[name] for name in foreign.names if name in stored}
+        values = self.quantized.expressions if self.quantized else {}
+        if self.quantized:
+            if not self.quantized.scheme.covers(parameter):
+                uncovered = self.quantized.scheme.uncovered
+                self.problems += [f"quantized   {name}  {uncovered}" for name in present if name in values]
+            present = {name: self.quantized.native_info(name, info) for name, info in present.items()}
+        self.problems += _part_problems(present, foreign.shape)
+        if not absent:
+            parts = tuple(values.get(name) or Source(name) for name in foreign.names)
+            dtype = present[foreign.names[0]].dtype if present else "float32"
+            info = TensorInfo(dtype, parameter.shape)
+            self.put(fqn, native_expression(op, parameter, parts, self.args), info)
+
+
+def _left_over(
+    source: TensorSource, ledger: Ledger, quantized: QuantizedTensors | None, *, allow_extra: bool
+) -> list[str]:
+    """Problems of codes, scales and names that no parameter is made of. Fills in the scales of the ledger."""
+    problems = []
     if quantized:
-        ledger.scales = {name for names in ledger.used.values() for name in names if name in scales}
+        ledger.scales = {name for names in ledger.used.values() for name in names if name in quantized.scales}
         gone, weight_of = {*ledger.dropped, *ledger.extra}, quantized.scheme.weight_of
-        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, weight_of(n)))]
+        problems += [text for name, text in quantized.problems.items() if gone.isdisjoint((name, weight_of(name)))]
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
     elif not quantized:
         scaled = {name: _scaled_by(name, source.tensors) for name in ledger.extra}
         problems += [f"unexpected  {name}: scales of {weight}" for name, weight in scaled.items() if weight]
-    if problems:
-        no_output = None if args.tied or OUTPUT in ledger.used else foreign_of[OUTPUT]
-        raise _ledger_error(list(dict.fromkeys(problems)), family, naming, ledger.extra, no_output, where=where)
-    if tied_copy is not None:
-        if reads_copies:
-            _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
-        ledger.dropped[tied_copy] = TIED_REASON
-    return View(source, tensors, expressions, ledger)
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names that a model's tensors have in a source."""
+
+    of_model: set[str]
+    of_tied_output: set[str]
+    naming: Naming
+    extras: Sequence[str]  # patterns of names beside a text model
 
 
 def _assign_names(
-    source: TensorSource,
-    ledger: Ledger,
-    naming: Naming,
-    foreign_of: Mapping[str, ForeignTensors],
-    tied_names: set[str],
-    scales: Mapping[str, str],
-    *,
-    extras: Sequence[str],
-    keep_extra: bool,
+    source: TensorSource, ledger: Ledger, names: _Names, scales: Mapping[str, str], *, keep_extra: bool
 ) -> tuple[set[str], list[str], str | None]:
     """The names of the model's tensors, of those beside it that are kept, and of the output that a tied model repeats.
 
-    All others go to the ledger. `scales`: name → the weight that they belong to; `extras`: names beside a text model.
+    All others go to the ledger. `scales`: name → the weight that they belong to.
     """
-    model_names = {name for foreign in foreign_of.values() for name in foreign.names}
-    repeats = {rule.foreign: rule.native for rule in naming.repeats}
+    repeats = {rule.foreign: rule.native for rule in names.naming.repeats}
     stored, kept_extras, tied_copy = set[str](), list[str](), None
     for name in source.tensors:
         if name in scales:
             continue
-        if name in tied_names:
+        if name in names.of_tied_output:
             tied_copy = name
-        elif name in model_names:
+        elif name in names.of_model:
             stored.add(name)
         elif name in repeats:
             ledger.repeated[name] = repeats[name]
             ledger.dropped[name] = REPEATED_REASON + repeats[name]
-        elif is_named(name, extras):
+        elif is_named(name, names.extras):
             if keep_extra:
                 kept_extras.append(name)
             else:
                 ledger.dropped[name] = EXTRA_REASON
-        elif reason := drop_reason(name, naming):
+        elif reason := drop_reason(name, names.naming):
             ledger.dropped[name] = reason
         else:
             ledger.extra.append(name)
     unknown = set(ledger.extra)
     for name, weight in scales.items():  # what happens to a weight happens to its scales
-        if reason := drop_reason(weight, naming):
+        if reason := drop_reason(weight, names.naming):
             ledger.dropped[name] = reason
         elif weight in unknown:
             ledger.extra.append(name)

@@ -67,26 +67,14 @@ def find_model_info(
         info = replace(info, args=replace(info.args, max_seq_len=supplied.args.max_seq_len))
     info_fields = _fields(info, is_whole=has_all_fields(model_file))
     supplied_fields = _fields(supplied, is_whole=folder_file is not None and has_all_fields(folder_file))
-    values = {
-        "family": model_type(info),
-        **defining_numbers(info.args),
-        **info_fields,
-        **_sure_ids(info),
-    }
+    values = {"family": model_type(info), **defining_numbers(info.args), **info_fields, **_sure_ids(info)}
     supplied_values = {
         "family": model_type(supplied),
         **computed_numbers(supplied.args),
         **supplied_fields,
         **_sure_ids(supplied),
     }
-    problems = [
-        f"{printable(key)}: {value!r:.200} in the checkpoint, {supplied_values[key]!r:.200} in --model-from"
-        for key, value in values.items()
-        if key in supplied_values
-        and value != supplied_values[key]
-        and repr(value) != repr(supplied_values[key])  # NaN is not equal to itself
-    ]
-    problems += _other_tokenizer(info.assets, supplied.assets)
+    problems = _contradictions(values, supplied_values) + _other_tokenizer(info.assets, supplied.assets)
     if problems:
         raise ConfigError(
             f"--model-from {folder} contradicts {catalog.root}:" + list_offenders(problems),
@@ -98,6 +86,14 @@ def find_model_info(
     if not has_all_fields(model_file) and not info.untranslated:
         info = replace(info, untranslated=supplied.untranslated)
     return _complete(info, supplied, catalog.root, folder)
+
+
+def _contradictions(values: Mapping[str, Any], supplied: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{printable(key)}: {value!r:.200} in the checkpoint, {supplied[key]!r:.200} in --model-from"
+        for key, value in values.items()
+        if key in supplied and value != supplied[key] and repr(value) != repr(supplied[key])  # NaN is not equal to NaN
+    ]
 
 
 def has_all_fields(file: Path) -> bool:

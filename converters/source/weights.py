@@ -22,7 +22,7 @@ from converters.model.model_info import ModelInfo, find_model_file
 from converters.model.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp
 from converters.model.multimodal import unread_remark
 from converters.naming.namings import detect_naming
-from converters.naming.native_view import native_view
+from converters.naming.native_view import DEQUANTIZED, READING, Reading, native_view
 from converters.quantized.quantized_tensors import QuantizedTensors, find_quantized
 from converters.source.model_from import find_model_info, has_all_fields
 from converters.source.models_inside import IN_OPTIMIZER, is_of
@@ -30,8 +30,6 @@ from converters.source.open import open_checkpoint
 from converters.views.catalog import Catalog
 from converters.views.compare import BLOCK_BYTES
 from converters.views.view import View
-
-DEQUANTIZED = "bfloat16"  # the type that published checkpoints were quantized from
 
 
 def dequantized_for(dtype: str | None) -> str:
@@ -117,7 +115,7 @@ def open_native(
     ConfigError if `model_from` contradicts the checkpoint.
     """
     catalog = open_checkpoint(path, select=select)
-    weights = native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
+    weights = native_weights(catalog, Reading(dequantized=dequantized), model_from=model_from, otherwise=otherwise)
     codes = weights.quantized.expressions.keys() if weights.quantized else set()
     quantized = (fqn for fqn, names in weights.source.ledger.used.items() if not codes.isdisjoint(names))
     return replace(weights, source=replace(weights.source, finite=frozenset(quantized)))
@@ -126,22 +124,12 @@ def open_native(
 @collector_paused()
 def native_weights(
     catalog: Catalog,
+    reading: Reading = READING,
     *,
     model_from: Path | str | None = None,
     otherwise: ModelInfo | None = None,
-    allow_missing: bool = False,
-    allow_extra: bool = False,
-    dequantized: str = DEQUANTIZED,
-    keep_mtp: bool = False,
-    keep_extra: bool | None = False,
-    reads_copies: bool = True,
 ) -> NativeWeights:
-    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
-
-    `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
-    `keep_extra`: likewise with tensors beside the text model of a multimodal checkpoint; None: if it has native names.
-    `reads_copies`: compare tensors that are stored twice; else nothing but headers is read.
-    """
+    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`."""
     weights = model_part(catalog)
     if all(IN_OPTIMIZER.match(name) for name in catalog.tensors):
         raise CheckpointError(
@@ -157,27 +145,19 @@ def native_weights(
     family = get_family(info.family)
     naming = naming_of(catalog, family, info.args)
     num_mtp = num_mtp_layers(weights.tensors, family, naming, info.args)
-    if num_mtp and not keep_mtp:
+    if num_mtp and not reading.keep_mtp:
         naming = without_mtp(family, naming, info.args, num_mtp)
-    if keep_mtp and not allow_missing:
+    if reading.keep_mtp and not reading.allow_missing:
         require_stated(num_mtp, info.stated_mtp_layers, where=str(catalog.place))
-    info = replace(info, args=with_mtp(info.args, num_mtp if keep_mtp else 0))
+    info = replace(info, args=with_mtp(info.args, num_mtp if reading.keep_mtp else 0))
+    if reading.keep_extra is None:
+        reading = replace(reading, keep_extra=bool(info.outer) and naming.name == "native")
     reader = CatalogReader(weights)
     try:
-        if reads_copies:
+        if reading.reads_copies:
             require_equal_copies(reader)
-        quantized = quantized_tensors(catalog, info, dtype=dequantized)
-        view = native_view(
-            reader,
-            info,
-            naming,
-            allow_missing=allow_missing,
-            allow_extra=allow_extra,
-            quantized=quantized,
-            keep_extra=bool(info.outer) and naming.name == "native" if keep_extra is None else keep_extra,
-            reads_copies=reads_copies,
-            where=str(catalog.place),
-        )
+        quantized = quantized_tensors(catalog, info, dtype=reading.dequantized)
+        view = native_view(reader, info, naming, reading, quantized=quantized, where=str(catalog.place))
         parameters = {p.fqn for p in family.parameters(info.args)}
         extras = tuple(name for name in view.tensors if name not in parameters)
         if not extras:

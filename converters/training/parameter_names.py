@@ -13,10 +13,10 @@ from converters.families.base import OUTPUT
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.naming.namings import detect_naming
-from converters.naming.native_view import native_view
+from converters.naming.native_view import DEQUANTIZED, Reading, native_view
 from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.source.model_from import find_model_info
-from converters.source.weights import DEQUANTIZED, model_part, native_weights
+from converters.source.weights import model_part, native_weights
 from converters.training.optimizer_state import STATE, ParameterNames
 from converters.views.catalog import Catalog
 from converters.views.expressions import Expression, Source
@@ -52,14 +52,8 @@ def read_spelling(
     """
     if not model_part(catalog).tensors:
         return _from_optimizer(catalog, renamed=renamed, model_from=model_from)
-    with native_weights(
-        catalog,
-        model_from=model_from,
-        allow_missing=allow_missing,
-        dequantized=dequantized,
-        keep_mtp=True,
-        keep_extra=True,
-    ) as weights:
+    reading = Reading(allow_missing=allow_missing, keep_mtp=True, keep_extra=True, dequantized=dequantized)
+    with native_weights(catalog, reading, model_from=model_from) as weights:
         view, info = weights.source, weights.info
     used = view.ledger.used
     tied = _second_names(view)
@@ -88,7 +82,8 @@ def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str |
                 f"{catalog.root}: holds neither weights nor an optimizer, so there is nothing to shard"
             )
         naming = detect_naming(states.tensors, get_family(info.family), where=str(catalog.place))
-        view = native_view(states, info, naming, allow_missing=True, allow_extra=True, where=str(catalog.place))
+        some = Reading(allow_missing=True, allow_extra=True)
+        view = native_view(states, info, naming, some, where=str(catalog.place))
     held = [name for names in view.ledger.used.values() for name in names]
     spelled = {name: name for name in (*held, *_second_names(view))}
     names = _names(info, view, spelled, is_native=not renamed and not catalog.prefixes)
