@@ -19,8 +19,8 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.common.threads import deferred_signals, in_parallel
 from converters.containers.target import Slot, Target, write_all
 from converters.engine.journal import Journal
-from converters.engine.open_files import OpenFiles
 from converters.store.digest import TensorDigest
+from converters.store.open_files import OpenFiles
 from converters.views.casts import cast, check_castable, count_non_finite
 from converters.views.cover import BoxIndex
 from converters.views.encoder import Encoder

@@ -15,7 +15,7 @@ from converters.common.dtypes import itemsize, numpy_dtype
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import checked_record, read_item
 from converters.containers.stored_zip import read_zip
-from converters.engine.open_files import OpenFiles
+from converters.store.open_files import OpenFiles
 from converters.views.catalog import UNLOCATED, Catalog, Chunk
 from converters.views.cover import BoxIndex
 

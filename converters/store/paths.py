@@ -78,10 +78,11 @@ def refuse_links_out(folder: Path, paths: Iterable[Path]) -> None:
 def linked_files(folder: Path) -> list[Path]:
     """The links in `folder`, except those to folders."""
     with os.scandir(folder) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.is_symlink() and not _is_folder(entry))
+        return sorted(Path(entry.path) for entry in entries if entry.is_symlink() and not is_folder(entry))
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry of a folder is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a circle of links

@@ -1,0 +1,76 @@
+"""The protocol of a store: reads the files of a checkpoint, wherever they are. Stores of URIs are registered here."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+from converters.common.errors import UnsupportedError
+from converters.common.extensions import check_call
+from converters.store.folder import open_folder
+from converters.store.location import Location
+
+
+class Store(Protocol):
+    """The files below one location, by name; names of files in folders have a `/`. Threads may read at the same time.
+
+    Functions raise CheckpointError, with the place of the file, if it is missing or cannot be read.
+    """
+
+    @property
+    def location(self) -> Location:
+        """The folder of the files, as errors show it."""
+
+    def names(self, folder: str = "") -> list[str]:
+        """The names of the files in a folder and, with a `/` at the end, of the folders in it, sorted."""
+
+    def size(self, name: str) -> int:
+        """The size of a file in bytes. Anything but a regular file of this checkpoint is refused."""
+
+    def identity(self, name: str) -> tuple[str | int, ...]:
+        """What tells that a file was replaced: another object has another identity."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill the whole buffer with a file's bytes from `start` on."""
+
+    def local(self, names: Iterable[str] = ()) -> Path:
+        """A folder of this machine that has these files, which are small; later calls add to the same folder."""
+
+    def close(self) -> None:
+        """Close what is open. Reading opens it again."""
+
+
+Opener = Callable[[Location], tuple[Store, str]]  # the store, and the name of a file in it if the location is a file
+_OPENERS: dict[str, Opener] = {}
+
+
+def register_store(scheme: str, opener: Opener) -> None:
+    """Read locations `scheme://…` with the store that `opener` returns.
+
+    `opener` gets the Location and returns the store of a folder and "", or the store of a file's folder and its name.
+    """
+    check_call(opener, ["location"], f"the opener of {scheme}://")
+    _OPENERS[scheme] = opener
+
+
+def open_store(location: Location) -> tuple[Store, str]:
+    """The store of a checkpoint, and the name of the file in it if the location is a file, else "".
+
+    Raises UnsupportedError if nothing is registered for the scheme of a URI.
+    """
+    if not location.scheme:
+        return open_folder(location.path)
+    opener = _OPENERS.get(location.scheme)
+    if opener is None:
+        known = ", ".join(f"{scheme}://" for scheme in sorted(_OPENERS))
+        raise UnsupportedError(
+            f"{location}: {location.scheme}:// cannot be read",
+            hint=f"known: paths, {known}" if known else "give a path; a module of your own can register a store",
+        )
+    return opener(location)
+
+
+def read_bytes(store: Store, name: str, start: int = 0, length: int | None = None) -> bytes:
+    """Bytes of a file: `length` from `start` on, or all to its end."""
+    buffer = bytearray(store.size(name) - start if length is None else length)
+    store.read_into(name, start, memoryview(buffer))
+    return bytes(buffer)

@@ -1,0 +1,70 @@
+"""The store of a folder on this machine."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from converters.common.errors import CheckpointError
+from converters.store.commit import find_complete
+from converters.store.hf_cache import snapshot_of
+from converters.store.location import Location
+from converters.store.open_files import OpenFiles
+from converters.store.paths import checked_file_size, is_folder
+
+
+class FolderStore:
+    """The files below a folder. Links out of it, devices and pipes are refused (paths.checked_file_size)."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._files = OpenFiles(root)
+
+    @property
+    def location(self) -> Location:
+        return Location(str(self._root))
+
+    def names(self, folder: str = "") -> list[str]:
+        with os.scandir(self._root / folder) as entries:
+            return sorted(f"{entry.name}/" if is_folder(entry) else entry.name for entry in entries)
+
+    def size(self, name: str) -> int:
+        return checked_file_size(self._root, name)
+
+    def identity(self, name: str) -> tuple[str | int, ...]:
+        """Size and time of the last change."""
+        path = self._root / name
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from error
+        return status.st_size, status.st_mtime_ns
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        path, position = self._root / name, 0
+        try:
+            with self._files.use(name) as descriptor:
+                while position < len(buffer):
+                    num_read = os.preadv(descriptor, [buffer[position:]], start + position)
+                    if num_read == 0:
+                        raise CheckpointError(
+                            f"{path}: the file ends at byte {start + position}, in the middle of the data"
+                        )
+                    position += num_read
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+    def local(self, names: Iterable[str] = ()) -> Path:
+        """The folder itself: nothing is copied."""
+        return self._root
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def open_folder(path: Path) -> tuple[FolderStore, str]:
+    """The store of a folder, and "" or, if `path` is a file, its name.
+
+    It is the snapshot of a repository in the Hugging Face cache, and the old folder if its replacement was cut off.
+    """
+    path = snapshot_of(find_complete(path))
+    return (FolderStore(path.parent), path.name) if path.is_file() else (FolderStore(path), "")
