@@ -1,11 +1,11 @@
 """One item of a `.distcp` file: a torch.save zip with one chunk or one plain value, read and written without torch.
 
-Writing needs only the item's head and tail around the raw data. The trainer's StorageWriter uses the same three
-functions for tensors in memory: `item_layout` for the sizes, `item_shell` once the data's CRC32 is known, and
-`blob_item` for values.
+Writing needs only the item's head and tail around the raw data (`item_pieces`). The trainer's StorageWriter uses
+`item_shell` for tensors in memory, and `blob_item` for values.
 """
 
 import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,7 +15,15 @@ from converters.common.crc import crc32
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError
 from converters.containers.safe_pickle import PLAIN_STUBS, safe_load
-from converters.containers.stored_zip import ReadAt, ZipRecord, read_zip, zip_shell
+from converters.containers.stored_zip import (
+    ReadAt,
+    ZipEntry,
+    ZipRecord,
+    read_zip,
+    small_entry,
+    zip_pieces,
+    zip_shell,
+)
 from converters.containers.tensor_pickle import TensorRef, dump_tensor, load_tensors
 
 _WINDOW_BYTES = 2048  # torch's head and tail of a tensor take 1.6 kB: one read at each end is enough
@@ -45,17 +53,29 @@ class ItemData:
 
 
 @lru_cache(maxsize=4096)
-def item_layout(dtype: str, shape: tuple[int, ...]) -> ItemLayout:
-    """The sizes of the item that `item_shell` makes for a contiguous tensor."""
-    head, tail = item_shell(dtype, shape, 0)
-    data_bytes = prod(shape) * itemsize(dtype)
-    return ItemLayout(len(head) + data_bytes + len(tail), len(head), data_bytes)
+def item_layout(dtype: str, shape: tuple[int, ...], *, streamed: bool = False) -> ItemLayout:
+    """The sizes of the item of a contiguous tensor, which `item_pieces` makes."""
+    (_, head), (tail_offset, tail) = item_pieces(dtype, shape, lambda: 0, streamed=streamed)
+    return ItemLayout(tail_offset + len(tail), len(head), tail_offset - len(head))
+
+
+def item_pieces(
+    dtype: str, shape: tuple[int, ...], data_crc32: Callable[[], int], *, streamed: bool = False
+) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of head and tail: head + raw row-major data + tail is what torch.load opens.
+
+    If `streamed`, `data_crc32` is called after the head was yielded (see `zip_pieces`).
+    """
+    before = [("archive/data.pkl", dump_tensor(dtype, shape)), ("archive/byteorder", b"little"), _VERSION]
+    data = ZipEntry("archive/data/0", prod(shape) * itemsize(dtype))
+    entries = [*(small_entry(name, content) for name, content in before), data]
+    return zip_pieces(entries, lambda number: data_crc32(), streamed=streamed)
 
 
 def item_shell(dtype: str, shape: tuple[int, ...], data_crc32: int) -> tuple[bytes, bytes]:
-    """(head, tail): head + raw row-major data + tail is what torch.load opens."""
-    before = [("archive/data.pkl", dump_tensor(dtype, shape)), ("archive/byteorder", b"little"), _VERSION]
-    return zip_shell(before, "archive/data/0", prod(shape) * itemsize(dtype), data_crc32)
+    """Head and tail of an item (see `item_pieces`)."""
+    (_, head), (_, tail) = item_pieces(dtype, shape, lambda: data_crc32)
+    return head, tail
 
 
 def read_item(read_at: ReadAt, length: int, *, what: str) -> ItemData:

@@ -1,21 +1,19 @@
 """Plan a DCP output: items of given boxes in given files, blobs in one small file, `.metadata` at the end."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from converters.common.box import Box, TensorInfo
 from converters.common.collector import collector_paused
-from converters.common.crc import crc32
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import DCP_METADATA
-from converters.containers.dcp_item import item_layout, item_shell
+from converters.containers.dcp_item import item_layout, item_pieces
 from converters.containers.dcp_metadata import dump_places
 from converters.containers.dcp_opcodes import StorageLocation
-from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
-from converters.store.manifest import FileSum
+from converters.containers.target import Slot, Target
 from converters.store.paths import checked_file_name
 from converters.views.catalog import UNLOCATED, Chunk, TensorEntry
 from converters.views.cover import cover_problem
@@ -30,8 +28,10 @@ def plan_dcp(
     *,
     blobs: Mapping[str, bytes] | None = None,
     planner_data: Mapping[str, tuple[Any, ...]] | None = None,
+    streamed: bool = False,
 ) -> Target:
     """A Target for DCP: for each file the boxes in it, in order; `blobs` are finished items (see `blob_item`).
+    `streamed`: see Target.
 
     Raises CheckpointError unless the boxes cover every tensor exactly once.
     """
@@ -42,7 +42,7 @@ def plan_dcp(
         position = 0
         for fqn, box in boxes:
             dtype = tensors[fqn].dtype
-            layout = item_layout(dtype, box.sizes)
+            layout = item_layout(dtype, box.sizes, streamed=streamed)
             slots.append(Slot(fqn, dtype, box, file, position + layout.data_offset))
             places[fqn].append(StorageLocation(box, file, position, layout.total_bytes))
             position += layout.total_bytes
@@ -60,31 +60,20 @@ def plan_dcp(
     metadata = dump_places(tensors, places, planner_data=planner_data or {})
     file_bytes[DCP_METADATA] = len(metadata)
 
-    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
-        sums = {}
-        filled = iter(zip(slots, crcs, strict=True))
-        for file, boxes in files.items():  # file by file: heads and tails of 470,000 items have a third of a gigabyte
-            pieces: list[tuple[int, bytes]] = []
-            segments: list[ChecksummedRange] = []
-            for slot, crc in islice(filled, len(boxes)):
-                layout = item_layout(slot.dtype, slot.box.sizes)
-                head, tail = item_shell(slot.dtype, slot.box.sizes, crc)
-                start, end = slot.byte_offset - len(head), slot.byte_offset + layout.data_bytes
-                pieces += [(start, head), (end, tail)]
-                segments += [
-                    ChecksummedRange(start, len(head), crc32(head)),
-                    ChecksummedRange(slot.byte_offset, layout.data_bytes, crc),
-                    ChecksummedRange(end, len(tail), crc32(tail)),
-                ]
-            write_at(folder / file, pieces)
-            sums[file] = joined(segments)
-        if blobs:
-            sums[BLOB_FILE] = write_file(folder / BLOB_FILE, b"".join(blobs.values()))
-        # Last: for stock DCP a folder without it is not a checkpoint.
-        sums[DCP_METADATA] = write_file(folder / DCP_METADATA, metadata)
-        return sums
+    boxes_of = {file: len(boxes) for file, boxes in files.items()}
+    firsts = dict(zip(boxes_of, accumulate(boxes_of.values(), initial=0), strict=False))
 
-    return Target(dict(tensors), slots, file_bytes, finish)
+    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        for number in range(boxes_of[file]):
+            slot = slots[firsts[file] + number]
+            layout = item_layout(slot.dtype, slot.box.sizes, streamed=streamed)
+            start, crc32_of = slot.byte_offset - layout.data_offset, partial(crc32s.__getitem__, number)
+            for offset, data in item_pieces(slot.dtype, slot.box.sizes, crc32_of, streamed=streamed):
+                yield start + offset, data
+
+    other_files = {BLOB_FILE: b"".join(blobs.values())} if blobs else {}
+    other_files[DCP_METADATA] = metadata  # last: for stock DCP a folder without it is not a checkpoint
+    return Target(dict(tensors), slots, file_bytes, around, other_files, streamed)
 
 
 def _check(tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[StorageLocation]]) -> None:

@@ -2,17 +2,14 @@
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 
 from converters.common.box import Box, TensorInfo
-from converters.common.crc import crc32
 from converters.common.dtypes import DTYPES, itemsize
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.names import HF_INDEX, HF_SINGLE
-from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
-from converters.store.manifest import FileSum
+from converters.containers.target import Slot, Target
 
 DEFAULT_SHARD_BYTES = 5_000_000_000  # the default of transformers
 
@@ -39,27 +36,18 @@ def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DE
     for file, fqns in zip(names, groups, strict=True):
         headers[file], placed, file_bytes[file] = _lay_out(file, fqns, tensors)
         slots += placed
-    index = b""
+    other_files: dict[str, bytes] = {}
     if count > 1:
         weight_map = {fqn: file for file, fqns in zip(names, groups, strict=True) for fqn in fqns}
-        total = sum(slot.box.num_elements * itemsize(slot.dtype) for slot in slots)
+        total = sum(slot.num_bytes for slot in slots)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        index = json.dumps(content, indent=2).encode() + b"\n"
-        file_bytes[HF_INDEX] = len(index)
+        other_files[HF_INDEX] = json.dumps(content, indent=2).encode() + b"\n"
+        file_bytes[HF_INDEX] = len(other_files[HF_INDEX])
 
-    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
-        segments = {file: [ChecksummedRange(0, len(header), crc32(header))] for file, header in headers.items()}
-        for slot, crc in zip(slots, crcs, strict=True):
-            length = slot.box.num_elements * itemsize(slot.dtype)
-            segments[slot.file].append(ChecksummedRange(slot.byte_offset, length, crc))
-        for file, header in headers.items():
-            write_at(folder / file, [(0, header)])
-        sums = {file: joined(parts) for file, parts in segments.items()}
-        if index:
-            sums[HF_INDEX] = write_file(folder / HF_INDEX, index)
-        return sums
+    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        yield 0, headers[file]
 
-    return Target(dict(tensors), slots, file_bytes, finish)
+    return Target(dict(tensors), slots, file_bytes, around, other_files, streamed=True)
 
 
 def _lay_out(file: str, fqns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> tuple[bytes, list[Slot], int]:

@@ -5,7 +5,7 @@ Strictly: one central directory at the end, entries that follow each other from 
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from converters.common.crc import crc32
@@ -19,9 +19,8 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _MAX_DIRECTORY_BYTES = 256 << 20
-_MAX_GAP_BYTES = 24  # the data descriptor that torch writes after each entry
 _BIG = 0xFFFFFFFF
-_STREAMED = 0x0008  # sizes and CRC are in the central directory (and a descriptor), not in the local header
+_STREAMED = 0x0008  # sizes and CRC are in the central directory and a descriptor after the data, as torch writes them
 _UTF8 = 0x0800
 _ALIGN = 64
 
@@ -67,14 +66,20 @@ def read_zip(read_at: ReadAt, size: int, *, what: str) -> dict[str, ZipRecord]:
             raise refuse(f"entry {name!r} has two sizes")
         if name in records:
             raise refuse(f"entry {name!r} appears twice")
-        if not 0 <= offset - end_of_last <= (_MAX_GAP_BYTES if records else 0):
+        if offset != end_of_last:
             raise refuse(f"entry {name!r} overlaps another one or leaves a gap")
         data_offset = _check_local(read_at, offset, raw_name, flags, crc, length, refuse)
         end_of_last = data_offset + length
         if end_of_last > directory_offset:
             raise refuse(f"entry {name!r} overlaps the zip directory")
+        if flags & _STREAMED:  # without this check, data that a damaged header moves would fit
+            descriptor = _descriptor(crc, length, is_wide=_wide_values(extra) is not None)
+            if read_at(end_of_last, len(descriptor)) == descriptor:
+                end_of_last += len(descriptor)
+            elif length:
+                raise refuse(f"entry {name!r} and its data descriptor disagree")
         records[name] = ZipRecord(name, data_offset, length, crc)
-    if position != len(directory) or directory_offset - end_of_last > _MAX_GAP_BYTES:
+    if position != len(directory) or directory_offset != end_of_last:
         raise refuse("the zip holds bytes that belong to no entry")
     return records
 
@@ -126,14 +131,20 @@ def _checked_name(raw: bytes, refuse: Callable[..., CheckpointError]) -> str:
 
 def _widen(extra: bytes, length: int, stored: int, offset: int) -> tuple[int, int, int]:
     """Replace saturated 4-byte fields by the 8-byte values of the zip64 extra field."""
-    wide: list[int] = []
+    wide = _wide_values(extra) or []
+    values = [wide.pop(0) if value == _BIG and wide else value for value in (length, stored, offset)]
+    return values[0], values[1], values[2]
+
+
+def _wide_values(extra: bytes) -> list[int] | None:
+    """The 8-byte values of the zip64 extra field; None if there is no such field."""
+    values = None
     while len(extra) >= 4:
         kind, num = struct.unpack_from("<2H", extra)
         if kind == 1:
-            wide = list(struct.unpack_from(f"<{min(num, len(extra) - 4) // 8}Q", extra, 4))
+            values = list(struct.unpack_from(f"<{min(num, len(extra) - 4) // 8}Q", extra, 4))
         extra = extra[4 + num :]
-    values = [wide.pop(0) if value == _BIG and wide else value for value in (length, stored, offset)]
-    return values[0], values[1], values[2]
+    return values
 
 
 def _check_local(
@@ -159,17 +170,16 @@ def _check_local(
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """An entry to be written. `data` is None if the caller writes its `size` bytes, whose CRC32 is `crc32`."""
+    """An entry to be written. `data` is None if the caller writes its `size` bytes."""
 
     name: str
     size: int
-    crc32: int
     data: bytes | None = None
 
 
 def small_entry(name: str, data: bytes) -> ZipEntry:
     """An entry with its data."""
-    return ZipEntry(name, len(data), crc32(data), data)
+    return ZipEntry(name, len(data), data)
 
 
 def zip_shell(before: Sequence[tuple[str, bytes]], name: str, size: int, crc: int) -> tuple[bytes, bytes]:
@@ -177,47 +187,66 @@ def zip_shell(before: Sequence[tuple[str, bytes]], name: str, size: int, crc: in
 
     `before` are small entries; the data of the last one, `name`, is aligned. See `zip_pieces`.
     """
-    entries = [small_entry(entry, data) for entry, data in before]
-    (_, head), (_, tail) = zip_pieces([*entries, ZipEntry(name, size, crc)])
+    entries = [*(small_entry(entry, data) for entry, data in before), ZipEntry(name, size)]
+    (_, head), (_, tail) = zip_pieces(entries, lambda number: crc)
     return head, tail
 
 
-def zip_pieces(entries: Sequence[ZipEntry]) -> list[tuple[int, bytes]]:
-    """(offset, bytes) of everything in a stored zip but the data that the caller writes into the gaps.
+def zip_pieces(
+    entries: Sequence[ZipEntry], crc32_of: Callable[[int], int], *, streamed: bool = False
+) -> Iterator[tuple[int, bytes]]:
+    """(offset, bytes) of everything in a stored zip but the data that the caller writes into the gaps, in order.
 
-    One piece before each such data, which starts at a multiple of 64, and one after the last. Offsets and lengths
-    do not depend on any CRC32, so the data can be written first and the pieces afterwards.
+    One piece before each such data, which starts at a multiple of 64, and one after the last. `crc32_of(n)` is the
+    CRC32 of the n-th such data. Offsets and lengths do not depend on it, so the data can be written first and the
+    pieces afterwards. If `streamed`, the CRC32 follows the data in a data descriptor, as in torch's own files:
+    `crc32_of(n)` is called after the piece before that data was yielded, so everything can be written in order.
     """
-    pieces: list[tuple[int, bytes]] = []
-    piece, start, central = bytearray(), 0, bytearray()
+    piece, start, central, number = bytearray(), 0, bytearray(), 0
     for entry in entries:
         offset = start + len(piece)
         raw = entry.name.encode()
         big = entry.size >= _BIG
+        far = offset >= _BIG
+        is_streamed = streamed and entry.data is None
         wide = struct.pack("<2Q", entry.size, entry.size) if big else b""
+        far_wide = wide + (struct.pack("<Q", offset) if far else b"")
         narrow = _BIG if big else entry.size
-        extra = _wide_field(wide)
+        extra = _wide_field(
+            far_wide if is_streamed else wide
+        )  # torch has offsets there, too: descriptors are wide then
         if entry.data is None:
             room = -(offset + _LOCAL.size + len(raw) + len(extra)) % _ALIGN
             if room:  # torch aligns like this: a field named FB; an extra field takes at least 4 bytes
                 room += _ALIGN if room < 4 else 0
                 extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
-        far = offset >= _BIG  # only the directory has the offsets of entries
-        central_extra = _wide_field(wide + (struct.pack("<Q", offset) if far else b""))
-        version = 45 if big or far else 20
-        common = (version, _UTF8, 0, 0, 0, entry.crc32, narrow, narrow, len(raw))
-        piece += _LOCAL.pack(b"PK\x03\x04", *common, len(extra)) + raw + extra
-        central += _CENTRAL.pack(
-            b"PK\x01\x02", version, *common, len(central_extra), 0, 0, 0, 0, min(offset, _BIG)
-        )  # fmt: skip
-        central += raw + central_extra
+        central_extra = _wide_field(far_wide)
+        common = (45 if big or far else 20, _UTF8 | (_STREAMED if is_streamed else 0), 0, 0, 0)
+        if is_streamed:
+            sums = (0, 0, 0)  # of which the size is known, but torch and the zip format want zeros here
+        else:
+            sums = (crc32_of(number) if entry.data is None else crc32(entry.data), narrow, narrow)
+        piece += _LOCAL.pack(b"PK\x03\x04", *common, *sums, len(raw), len(extra)) + raw + extra
         if entry.data is None:
-            pieces.append((start, bytes(piece)))
+            yield start, bytes(piece)
             piece, start = bytearray(), start + len(piece) + entry.size
+            if is_streamed:
+                sums = (crc32_of(number), narrow, narrow)
+                piece += _descriptor(sums[0], entry.size, is_wide=bool(far_wide))
+            number += 1
         else:
             piece += entry.data
+        central += _CENTRAL.pack(
+            b"PK\x01\x02", common[0], *common, *sums, len(raw), len(central_extra), 0, 0, 0, 0, min(offset, _BIG)
+        )  # fmt: skip
+        central += raw + central_extra
     directory = _directory(bytes(central), start + len(piece), len(entries))
-    return [*pieces, (start, bytes(piece) + directory)]
+    yield start, bytes(piece) + directory
+
+
+def _descriptor(crc: int, size: int, *, is_wide: bool) -> bytes:
+    """The data descriptor of a streamed entry."""
+    return struct.pack("<4sI2Q" if is_wide else "<4s3I", b"PK\x07\x08", crc, size, size)
 
 
 def _wide_field(values: bytes) -> bytes:

@@ -1,21 +1,21 @@
 """Plan torch files as torch.save writes them, without torch: one dict of tensors, or the shards of a Meta release."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
 from converters.common.box import Box, TensorInfo
-from converters.common.crc import crc32, join_crc32
+from converters.common.crc import join_crc32
 from converters.common.dtypes import itemsize
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.names import META_SHARD
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
-from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
+from converters.containers.target import Slot, Target
 from converters.containers.tensor_pickle import dump_tensors
 from converters.families.base import StoredTensor
 from converters.naming.meta_names import stored_shape
-from converters.store.manifest import FileSum
 
 
 def plan_torch(
@@ -25,13 +25,14 @@ def plan_torch(
     shared: Mapping[str, str] | None = None,
     root: str = "archive",
     stored: Sequence[StoredTensor] = (),
+    streamed: bool = False,
 ) -> Target:
     """A Target with the tensors in their order in one file; data is aligned to 64 bytes, for memory mapping.
 
     `shared`: name → the tensor that it shares its data with (tied weights). The data is written once, as torch.save
     does, and torch.load returns two tensors over one storage. `root`: the folder inside the
     zip, which torch.save names after the file it was first saved to. `stored`: tensors of the file that are several
-    ones, one after another, or have another name or shape.
+    ones, one after another, or have another name or shape. `streamed`: see Target.
     """
     shared = shared or {}
     owners = [fqn for fqn in tensors if fqn not in shared]
@@ -44,33 +45,30 @@ def plan_torch(
     )
     sizes = [_num_bytes(tensors[fqn]) for fqn in owners]
 
-    def pieces(crcs: Sequence[int]) -> list[tuple[int, bytes]]:
-        before = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
-        entries = [small_entry(f"{root}/{name}", data) for name, data in before]
-        written = iter(zip(sizes, crcs, strict=True))
-        for record in records:
-            size = crc = 0
-            for _ in record.parts:
-                part_size, part_crc = next(written)
-                size, crc = size + part_size, join_crc32(crc, part_crc, part_size)
-            entries.append(ZipEntry(f"{root}/data/{keys[record.name]}", size, crc))
-        return zip_pieces(entries)
+    firsts = list(accumulate((len(record.parts) for record in records), initial=0))
+    before = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
+    entries = [small_entry(f"{root}/{name}", data) for name, data in before]
+    for record in records:
+        size = sum(_num_bytes(tensors[part]) for part in record.parts)
+        entries.append(ZipEntry(f"{root}/data/{keys[record.name]}", size))
 
-    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
-        written = pieces(crcs)
-        write_at(folder / file, written)
-        segments = [ChecksummedRange(offset, len(data), crc32(data)) for offset, data in written]
-        segments += [ChecksummedRange(s.byte_offset, n, crc) for s, n, crc in zip(slots, sizes, crcs, strict=True)]
-        return {file: joined(segments)}
+    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        def crc32_of(number: int) -> int:
+            crc = 0
+            for part in range(firsts[number], firsts[number + 1]):
+                crc = join_crc32(crc, crc32s[part], sizes[part])
+            return crc
 
-    *before_data, (last_offset, last) = pieces([0] * len(owners))
+        return zip_pieces(entries, crc32_of, streamed=streamed)
+
+    *before_data, (last_offset, last) = around(file, [0] * len(owners))
     slots = []
     for record, (offset, data) in zip(records, before_data, strict=True):
         start = offset + len(data)
         for fqn in record.parts:
             slots.append(Slot(fqn, tensors[fqn].dtype, Box.whole(tensors[fqn].shape), file, start))
             start += _num_bytes(tensors[fqn])
-    return Target(dict(tensors), slots, {file: last_offset + len(last)}, finish)
+    return Target(dict(tensors), slots, {file: last_offset + len(last)}, around, streamed=streamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,31 +115,28 @@ def plan_meta(
     dims: Mapping[str, int | None],
     shared: Mapping[str, str],
     stored: Sequence[StoredTensor] = (),
+    streamed: bool = False,
 ) -> Target:
     """A Target of `num_shards` files. `dims`: the dim that is cut into equal parts; None: whole in every file.
 
-    `shared` and `stored` apply within each file, as in plan_torch. The zip's folder has the file's name, as with
-    torch.save: a reader can detect renamed shards.
+    `shared`, `stored` and `streamed` apply within each file, as in plan_torch. The zip's folder has the name of the
+    file, as with torch.save: a reader can detect renamed shards.
     """
-    parts: list[Target] = []
+    parts: dict[str, Target] = {}
     slots: list[Slot] = []
     for index in range(num_shards):
         boxes = {name: _part(info.shape, dims[name], num_shards, index) for name, info in tensors.items()}
         infos = {name: TensorInfo(info.dtype, boxes[name].sizes) for name, info in tensors.items()}
         file = META_SHARD.format(index=index)
-        part = plan_torch(infos, file=file, shared=shared, root=Path(file).stem, stored=stored)
-        parts.append(part)
+        part = plan_torch(infos, file=file, shared=shared, root=Path(file).stem, stored=stored, streamed=streamed)
+        parts[file] = part
         slots += [replace(slot, box=boxes[slot.fqn]) for slot in part.slots]
 
-    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
-        files: dict[str, FileSum] = {}
-        start = 0
-        for part in parts:
-            files |= part.finish(folder, crcs[start : start + len(part.slots)])
-            start += len(part.slots)
-        return files
+    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        return parts[file].around(file, crc32s)
 
-    return Target(dict(tensors), slots, {f: n for part in parts for f, n in part.file_bytes.items()}, finish)
+    file_bytes = {file: part.file_bytes[file] for file, part in parts.items()}
+    return Target(dict(tensors), slots, file_bytes, around, streamed=streamed)
 
 
 def _part(shape: tuple[int, ...], dim: int | None, num_shards: int, index: int) -> Box:

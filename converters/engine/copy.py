@@ -230,7 +230,7 @@ def copy_tensors(
         ]
         raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
     for slot, num_bytes in zip(target.slots, filled, strict=True):
-        assert num_bytes == slot.box.num_elements * itemsize(slot.dtype), f"{slot.fqn}: a slot was not filled"
+        assert num_bytes == slot.num_bytes, f"{slot.fqn}: a slot was not filled"
     if digests:
         result.digests = {fqn: digest.hexdigest() for fqn, digest in sums.items()}
     return result

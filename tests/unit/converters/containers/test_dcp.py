@@ -65,14 +65,14 @@ def test_reads_what_stock_dcp_saved(tmp_path, threads):
         assert all(not reader.record_problems(fqn) for fqn in catalog.tensors)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_stock_dcp_loads_what_we_wrote(tmp_path, seed):
+@pytest.mark.parametrize(("seed", "streamed"), [(0, False), (1, True), (2, False), (3, True)])
+def test_stock_dcp_loads_what_we_wrote(tmp_path, seed, streamed):
     state = state_dict()
     source = open_checkpoint(save_dcp(tmp_path / "stock", state))
     blobs = {"train.step": blob_item(17), "train.note": blob_item({"a": [1, b"x"]})}
     paths = {"train.step": ("train", "step"), "train.note": ("train", "note")}
     layout = random_layout(state, seed=seed, num_files=3)
-    target = plan_dcp(infos(state), layout, blobs=blobs, planner_data=paths)
+    target = plan_dcp(infos(state), layout, blobs=blobs, planner_data=paths, streamed=streamed)
     with CatalogReader(source) as reader:
         write(reader, target, tmp_path / "ours", workers=1 + seed)
 

@@ -9,7 +9,14 @@ import torch
 
 from converters.common.dtypes import DTYPES
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.containers.dcp_item import blob_item, item_layout, item_shell, read_blob_item, read_item
+from converters.containers.dcp_item import (
+    blob_item,
+    item_layout,
+    item_pieces,
+    item_shell,
+    read_blob_item,
+    read_item,
+)
 from converters.containers.tensor_pickle import dump_tensor, load_tensors
 from tests.unit.converters.samples import raw
 
@@ -28,14 +35,15 @@ def open_item(data: bytes):
     return read_item(lambda offset, length: data[offset : offset + length], len(data), what="it")
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_torch_loads_our_items(dtype, shape):
+def test_torch_loads_our_items(dtype, shape, streamed):
     tensor = sample(dtype, shape)
     values = raw(tensor)
-    head, tail = item_shell(dtype, shape, crc32(values))
+    (_, head), (_, tail) = item_pieces(dtype, shape, lambda: crc32(values), streamed=streamed)
     data = head + values + tail
-    layout = item_layout(dtype, shape)
+    layout = item_layout(dtype, shape, streamed=streamed)
     assert (layout.total_bytes, layout.data_offset, layout.data_bytes) == (len(data), len(head), len(values))
     loaded = torch.load(io.BytesIO(data), weights_only=True)
     assert (loaded.dtype, loaded.shape, loaded.is_contiguous()) == (tensor.dtype, tensor.shape, True)

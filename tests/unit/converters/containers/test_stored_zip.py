@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from converters.common.errors import CheckpointError
-from converters.containers.stored_zip import read_zip, zip_shell
+from converters.containers.stored_zip import ZipEntry, read_zip, small_entry, zip_pieces
 
 
 def parse(data: bytes):
@@ -37,22 +37,37 @@ def test_reads_what_torch_wrote():
             assert record.crc32 == archive.getinfo(name).CRC
 
 
+def shell(name: str, size: int, crc: int, *, streamed: bool) -> tuple[bytes, bytes]:
+    """Head and tail of a zip; if `streamed`, the CRC32 is unknown until the head was taken."""
+    known: list[int] = [] if streamed else [crc]
+    entries = [small_entry("archive/data.pkl", b"N."), ZipEntry(name, size)]
+    pieces = zip_pieces(entries, known.__getitem__, streamed=streamed)
+    _, head = next(pieces)
+    known[:] = [crc]
+    ((offset, tail),) = pieces
+    assert offset == len(head) + size
+    return head, tail
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 63, 1000])
 @pytest.mark.parametrize("name", ["archive/data/0", "archive/data/" + "x" * 50])
-def test_python_reads_what_we_built(size, name):
+def test_python_reads_what_we_built(size, name, streamed):
     payload = random.Random(size).randbytes(size)
-    head, tail = zip_shell([("archive/data.pkl", b"N.")], name, size, crc32(payload))
+    head, tail = shell(name, size, crc32(payload), streamed=streamed)
     assert len(head) % 64 == 0
     data = head + payload + tail
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         assert archive.read(name) == payload
-    assert parse(data)[name].data_offset == len(head)
+    record = parse(data)[name]
+    assert (record.data_offset, record.crc32) == (len(head), crc32(payload))
 
 
-def test_zip64_sizes(tmp_path):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_zip64_sizes(tmp_path, streamed):
     size = (1 << 32) + 5
-    head, tail = zip_shell([("archive/data.pkl", b"N.")], "archive/data/0", size, 0)
+    head, tail = shell("archive/data/0", size, 0, streamed=streamed)
     path = tmp_path / "sparse.zip"
     with path.open("wb") as file:
         file.write(head)
@@ -118,9 +133,10 @@ def test_duplicate_names_are_refused():
         parse(out.getvalue())
 
 
-def test_a_flipped_bit_in_our_shell_is_an_error_or_changes_nothing_that_is_read():
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_flipped_bit_in_our_shell_is_an_error_or_changes_nothing_that_is_read(streamed):
     payload = b"\x07" * 100
-    head, tail = zip_shell([("archive/data.pkl", b"N.")], "archive/data/0", 100, crc32(payload))
+    head, tail = shell("archive/data/0", 100, crc32(payload), streamed=streamed)
     data = head + payload + tail
     good = parse(data)
     for position in [*range(len(head)), *range(len(head) + 100, len(data))]:
@@ -131,3 +147,16 @@ def test_a_flipped_bit_in_our_shell_is_an_error_or_changes_nothing_that_is_read(
         except CheckpointError:
             continue
         assert found == good, f"byte {position}"
+
+
+def test_data_that_a_damaged_header_moves_is_found_in_torchs_files():
+    """By as many bytes as the data descriptor has, which would hide it."""
+    out = io.BytesIO()
+    torch.save(torch.arange(100), out)
+    data = bytearray(out.getvalue())
+    with zipfile.ZipFile(out) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/data/0"))
+        header = archive.getinfo(name).header_offset
+    data[header + 28] ^= 16  # the length of its extra field
+    with pytest.raises(CheckpointError, match="data descriptor disagree"):
+        parse(bytes(data))

@@ -16,14 +16,14 @@ from converters.store.manifest import check_files, sum_file
 from tests.unit.converters.samples import infos, raw, read_all, state_dict, write
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["", "streamed"])
+def written(tmp_path_factory, request):
     """Tensors of every kind, and the file that we made of the one torch saved."""
     folder = tmp_path_factory.mktemp("torch")
     state = state_dict()
     torch.save(state, folder / "torch.pt")
     with CatalogReader(open_checkpoint(folder / "torch.pt")) as reader:
-        write(reader, plan_torch(infos(state), file="ours.pt"), folder / "ours")
+        write(reader, plan_torch(infos(state), file="ours.pt", streamed=request.param), folder / "ours")
     return state, folder / "ours" / "ours.pt"
 
 
