@@ -132,7 +132,7 @@ def _options_of_titan(
         context.fail(f"--json goes after the command: titan {context.invoked_subcommand} --json")
     if context.invoked_subcommand in _RUN_MODELS:
         from titan_tools.installation import note_on_torch
-        from titan_tools.launched import started_by_titan
+        from titan_tools.launch.launched import started_by_titan
 
         is_first = os.environ.get("RANK", "0") == "0" and not started_by_titan()  # one line a launch
         if is_first and (untested := note_on_torch()):

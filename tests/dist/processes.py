@@ -75,7 +75,7 @@ def ranks(config: Config, world_size: int, folder: Path, inject: Callable[[int],
 def _run(rank, world_size, port, config, inject, error_file):
     import torch
 
-    from titan_tools.launch import rank_errors
+    from titan_tools.launch.rank import rank_errors
     from trainer.train import main
 
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.dist.runs import differences, make_data, read_losses, run
 from tests.torchtitan_release import write_first_run
-from titan_tools import launch
+from titan_tools.launch import agent
 from trainer.config.load import load_config
 from trainer.ranks.signals import interrupt_answer
 
@@ -193,7 +193,7 @@ def test_ctrl_c_without_checkpoints_says_what_is_lost(config, tmp_path):
     assert f"error: interrupted after step {steps[-1]}; nothing was saved, and steps 1 to {steps[-1]} are lost" in err
 
 
-@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/test_launch.py
+@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/launch/test_agent.py
 def test_a_second_ctrl_c_ends_training_at_once(config, tmp_path):
     code, steps, err, saved = _interrupted(config, tmp_path, presses=2)
     assert (code, saved) == (130, 0)
@@ -229,7 +229,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
-@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/test_launch.py, forked ones in tests/faults
+@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/launch/test_agent.py, forked ones in tests/faults
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -265,13 +265,13 @@ def test_the_rank_that_failed_is_reported_and_no_other(config, tmp_path, fault, 
     ],
 )
 def test_config_errors_are_reported_before_any_rank_starts(titan, config, arguments, message, monkeypatch):
-    monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(agent, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     code, out, err = titan("train", config, *arguments)
     assert (code, out) == (2, "")
     assert message in err and err.count("error:") == 1
 
 
-@pytest.mark.slow  # of smaller ranks in tests/unit/titan_tools/test_launch.py
+@pytest.mark.slow  # of smaller ranks in tests/unit/titan_tools/launch/test_agent.py
 def test_an_error_of_the_ranks_is_reported_once(config, tmp_path):
     code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.dataset_path", tmp_path / "none")
     assert code == 2 and "Traceback" not in err

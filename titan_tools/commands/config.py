@@ -74,7 +74,7 @@ def check(
       titan config check debug
       titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
     """
-    from titan_tools.launch import find_device
+    from titan_tools.launch.devices import find_device
     from titan_tools.terminal.console import count, note, print_json
     from trainer.config.load import load_config
     from trainer.config.show import unread

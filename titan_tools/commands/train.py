@@ -60,8 +60,8 @@ def train(
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.common.errors import ConfigError
-    from titan_tools.launch import inside_launch, rank_errors, report_step_done
-    from titan_tools.launched import started_by_titan
+    from titan_tools.launch.launched import started_by_titan
+    from titan_tools.launch.rank import inside_launch, rank_errors, report_step_done
     from titan_tools.memory.allocator_settings import choose_allocator
     from titan_tools.terminal.console import count, note
     from trainer.config.load import load_config
@@ -88,7 +88,8 @@ def train(
             main(settings, ignore_memory=ignore_memory, tell_launcher=report_step_done if started_by_titan() else None)
         return
 
-    from titan_tools.launch import count_gpus, find_device, gpu_name, run_ranks
+    from titan_tools.launch.agent import run_ranks
+    from titan_tools.launch.devices import count_gpus, find_device, gpu_name
     from trainer.checkpoints.problems import is_saving
     from trainer.job.inputs import check_run, raise_all
     from trainer.job.job import required_world_size, resolve_job

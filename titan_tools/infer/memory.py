@@ -21,8 +21,8 @@ from titan_tools.infer.model.tensor_parallel import slice_for_rank, valid_tp
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
 from titan_tools.infer.task import Task, Work
-from titan_tools.launch import inside_launch
-from titan_tools.launched import started_by_titan
+from titan_tools.launch.launched import started_by_titan
+from titan_tools.launch.rank import inside_launch
 from titan_tools.terminal.console import count, note
 from titan_tools.terminal.machine_errors import as_memory_error
 from trainer.ranks.machine import available_bytes, not_enough_memory

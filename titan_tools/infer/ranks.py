@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from converters.common.errors import ConfigError, TitanError
 from converters.store.manifest import in_threads
-from titan_tools.launch import inside_launch
-from titan_tools.launched import started_by_titan
+from titan_tools.launch.launched import started_by_titan
+from titan_tools.launch.rank import inside_launch
 from trainer.ranks.agree import on_each, on_first
 from trainer.ranks.machine import machine_identity
 from trainer.ranks.process_group import PEER_ENDED, TIMED_OUT, own_gpu, set_timeout, use_one_worker

@@ -27,7 +27,8 @@ from titan_tools.infer.tasks.chat import prepare_chat
 from titan_tools.infer.tasks.one_prompt import prepare_one
 from titan_tools.infer.tasks.results_settings import recorded_moment
 from titan_tools.infer.tasks.score import prepare_score
-from titan_tools.launch import inside_launch, rank_errors, run_ranks
+from titan_tools.launch.agent import run_ranks
+from titan_tools.launch.rank import inside_launch, rank_errors
 from titan_tools.terminal.console import note
 from trainer.ranks.agree import on_each
 from trainer.ranks.machine import machine_identity

@@ -11,7 +11,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from titan_tools.launched import started_by_titan
+from titan_tools.launch.launched import started_by_titan
 from titan_tools.terminal.console import prints_json
 
 _RETRY_DELAY_SECS = 0.01  # long enough for most `__del__` methods and callbacks; if it is not, the signal is sent again

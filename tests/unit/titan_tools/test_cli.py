@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from converters.store import hub_names
 from titan_tools import cli
 from titan_tools.cli import app
-from titan_tools.launch import RankFailure
+from titan_tools.launch.failures import RankFailure
 
 ROOT = Path(__file__).resolve().parents[3]
 TITAN = [sys.executable, "-m", "titan_tools"]

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from converters.common.errors import ConfigError
 from tests.dist.runs import make_data
-from titan_tools import launch
 from titan_tools.cli import app
+from titan_tools.launch import agent, devices
 from trainer.ranks import machine
 
 LARGE = ["train", "llama3_8b", "--checkpoint.no_enable", "--training.seq_len", "256"]  # no disk, little text
@@ -25,8 +25,8 @@ def data(tmp_path, monkeypatch):
 def started(monkeypatch):
     """How many ranks each launch on this machine of two GPUs asks for."""
     asked = []
-    monkeypatch.setattr(launch, "count_gpus", lambda: 2)
-    monkeypatch.setattr(launch, "run_ranks", lambda argv, *, nproc, **_: asked.append((argv, nproc)) or 0)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    monkeypatch.setattr(agent, "run_ranks", lambda argv, *, nproc, **_: asked.append((argv, nproc)) or 0)
     monkeypatch.delenv("RANK", raising=False)
     return asked
 
@@ -58,7 +58,7 @@ def small(tmp_path, monkeypatch):
 
 
 def test_a_model_that_cannot_fit_is_refused_before_ranks_start(started, small, monkeypatch):
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     error = CliRunner().invoke(app, LARGE).exception
     assert isinstance(error, ConfigError) and error.exit_code == 2 and started == []
     assert error.message == "training needs at least 119.7 GiB of memory on this machine: 20.0 GiB available"
@@ -75,7 +75,7 @@ def test_state_that_lies_in_gpus_needs_no_host_memory(started, small):
 
 
 def test_config_check_says_what_does_not_fit_here(small, monkeypatch):
-    monkeypatch.setattr(launch, "count_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     found = CliRunner().invoke(app, ["config", "check", "llama3_8b", "--world-size", "2"])
     said = "llama3_8b: fine on 2 ranks (dp_shard=2), but not on this machine alone\n"
     assert (found.exit_code, found.stdout) == (0, said)

@@ -20,7 +20,7 @@ from titan_tools.infer.text.channels import answer_in_template
 from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import Prompt
-from titan_tools.launch import inside_launch
+from titan_tools.launch.rank import inside_launch
 from titan_tools.terminal.console import count, note, stream
 
 DEFAULT_CONTEXT = 8192  # tokens, if the model has more: a cache for all of them may not fit

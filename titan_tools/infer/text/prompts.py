@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.common.errors import ConfigError
-from titan_tools.launch import inside_launch
+from titan_tools.launch.rank import inside_launch
 from titan_tools.terminal.console import note
 
 FROM_BOS = "--from-bos, to begin with the begin-of-text token alone"

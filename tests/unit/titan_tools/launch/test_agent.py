@@ -12,14 +12,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_tools import launch
-from titan_tools.launch import RankFailure, _raise_first_failure, count_gpus, run_ranks
+from titan_tools.launch import devices
+from titan_tools.launch.agent import run_ranks
+from titan_tools.launch.devices import count_gpus
+from titan_tools.launch.failures import RankFailure, raise_first_failure
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 PARENT = """
 import sys
 from converters.common.errors import TitanError
-from titan_tools.launch import run_ranks
+from titan_tools.launch.agent import run_ranks
 try:
     saves = len(sys.argv) < 3
     answer = "answered" if saves else ""
@@ -37,7 +39,7 @@ import os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from converters.common.errors import CheckpointError, NumericalFault
-from titan_tools.launch import inside_launch, rank_errors
+from titan_tools.launch.rank import inside_launch, rank_errors
 RANK, FOLDER = int(os.environ["RANK"]), Path(__file__).parent
 with rank_errors(less_memory=["fewer tokens"]):
     assert inside_launch() and os.environ["WORLD_SIZE"] == "2"
@@ -134,7 +136,7 @@ def test_of_two_errors_that_of_the_first_failing_rank_is_reported():
         for rank, secs in ((0, 3.5), (1, 2.5), (2, 4.5))
     }
     with pytest.raises(RankFailure, match="^rank 1$"):
-        _raise_first_failure(failures)
+        raise_first_failure(failures)
 
 
 def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
@@ -206,7 +208,7 @@ def test_a_stop_request_before_the_handlers_are_installed(run):
 def test_the_message_for_stopped_ranks_that_do_not_save():
     ended = {rank: SimpleNamespace(exitcode=-signal.SIGTERM, error_file_data={}, timestamp=1) for rank in (0, 1)}
     with pytest.raises(RankFailure, match="^the ranks were ended by SIGTERM from outside$") as failure:
-        _raise_first_failure(ended, saves=False)
+        raise_first_failure(ended, saves=False)
     assert failure.value.exit_code == 143
 
 
@@ -222,7 +224,7 @@ def test_a_rank_that_timed_out_is_reported_before_the_hung_rank():
     ended = {0: SimpleNamespace(exitcode=-signal.SIGKILL, error_file_data={}, timestamp=1)}
     ended |= {1: SimpleNamespace(exitcode=-signal.SIGABRT, error_file_data={}, timestamp=1)}
     with pytest.raises(RankFailure, match="rank 1 was ended by SIGABRT") as failure:
-        _raise_first_failure(ended)
+        raise_first_failure(ended)
     assert "NCCL's watchdog" in failure.value.hint and failure.value.exit_code == 3
 
 
@@ -269,7 +271,7 @@ def test_ctrl_c_or_a_second_sigterm_kills_the_ranks(tmp_path, signals):
 
 
 STEPPING = """
-    from titan_tools.launch import report_step_done
+    from titan_tools.launch.rank import report_step_done
     asked = []
     signal.signal(signal.SIGINT, lambda *_: asked.append(1))
     (FOLDER / f"ready-{RANK}").touch()
@@ -313,7 +315,7 @@ def test_a_second_ctrl_c_after_a_step_kills_the_ranks_and_says_what_is_lost(tmp_
 def test_a_rank_identifies_its_parent_by_process_id(parent, parent_id, lives):
     code = f"""
 import os
-from titan_tools.launch import rank_errors
+from titan_tools.launch.rank import rank_errors
 os.getppid = lambda: {parent}
 with rank_errors():
     print("lives")
@@ -325,7 +327,7 @@ with rank_errors():
 
 def test_gpus_are_counted_unless_absent_or_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(launch, "Path", lambda place: tmp_path)  # for /dev
+    monkeypatch.setattr(devices, "Path", lambda place: tmp_path)  # for /dev
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidiactl").touch()
     assert count_gpus() == 0

@@ -4,6 +4,8 @@ import os
 
 PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
 
+STEP_DONE = "TITAN_STEP_DONE"  # names a file in which rank 0 says, from the first step on, what ending now loses
+
 
 def started_by_titan() -> bool:
     """True on a rank of `run_ranks`: the parent has done all checks that are needed only once."""
