@@ -5,7 +5,6 @@ from math import ceil, prod
 from converters.common.dtypes import itemsize
 from converters.families.base import Parameter
 from converters.layout.mesh_shape import MeshShape
-from converters.layout.stages import module_of
 from titan_tools.memory.trace.events import Block, Trace
 from trainer.job.job import Job
 
@@ -19,7 +18,7 @@ def state_bytes(job: Job, pp_rank: int) -> dict[str, int]:
     for parameter in job.family.parameters(job.args):
         if not parameter.is_trained:
             continue
-        num_local, module = prod(_local_shape(parameter, job.dims)), module_of(parameter.fqn)
+        num_local, module = prod(_local_shape(parameter, job.dims)), parameter.unit
         if module in modules:
             num_values, num_updated = num_values + num_local, num_updated + num_local
         is_tied = module == "tok_embeddings" and job.args.tied

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from trainer.job.hardware import check_hardware
 from trainer.job.job import Job
 from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
-from trainer.models.decoder import Transformer
 from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
+from trainer.models.units import ModelPart
 from trainer.observability.log import note
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.async_tensor import enable_async_tp
@@ -148,7 +148,7 @@ def build(
     )
 
 
-def build_part(job: Job, stage: int) -> Transformer:
+def build_part(job: Job, stage: int) -> ModelPart:
     """A pipeline stage of the model on the meta device."""
     parameters = job.family.parameters(job.args)
     with torch.device("meta"):
@@ -163,7 +163,7 @@ def build_part(job: Job, stage: int) -> Transformer:
 
 
 def parallelize(
-    part: Transformer,
+    part: ModelPart,
     job: Job,
     meshes: Meshes,
     device: torch.device,
@@ -209,7 +209,7 @@ def parallelize(
     if compiles_model:
         apply_compile(part, config.compile)
     install_loss(
-        part,
+        cast("Any", part),  # with `output`
         training,
         config.compile,
         chunk_tokens=job.chunk_tokens,

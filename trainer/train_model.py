@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +18,12 @@ from converters.layout.layout import local_box
 from converters.model.model_info import ModelInfo
 from trainer.data.batch import Batch
 from trainer.models.initial_weights import InitialWeights
+from trainer.models.units import ModelPart
 from trainer.parallel.float8 import without_float8
-from trainer.parallel.tied import TiedCopies
+from trainer.parallel.tied import TiedCopies, native_name
 from trainer.ranks.mesh import Meshes, local_part
 from trainer.runner import Runner
 from trainer.runtime import cores_per_rank
-
-if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
 
 
 class Shard(NamedTuple):
@@ -46,7 +44,7 @@ class TrainModel:
         family: str,
         args: ModelArgs,
         meshes: Meshes,
-        parts: "list[Transformer]",
+        parts: list[ModelPart],
         runner: Runner,
         take_shard: Callable[[Batch], Shard],
         first_and_last_on_one_rank: bool,
@@ -61,7 +59,7 @@ class TrainModel:
         self._tied = TiedCopies(args, parts, meshes, first_and_last_on_one_rank=first_and_last_on_one_rank)
         followers = set(map(id, self._tied.followers))
         named = [(name, p) for part in parts for name, p in part.named_parameters() if id(p) not in followers]
-        self._parameters = {_native_name(name, args): p for name, p in named}
+        self._parameters = {native_name(name, args): p for name, p in named}
         untrained = {p.fqn for p in get_family(family).parameters(args) if not p.is_trained}
         self._buffers = {name: b for part in parts for name, b in part.named_buffers() if name in untrained}
 
@@ -143,7 +141,3 @@ class TrainModel:
             for local, values in drawn:
                 deliver_signals()
                 local.copy_(torch.from_numpy(values))
-
-
-def _native_name(module_name: str, args: ModelArgs) -> str:
-    return "tok_embeddings.weight" if args.tied and module_name == "output.weight" else module_name

@@ -1,6 +1,6 @@
 """What a model family declares, without torch: numbers, parameters and their roles, names, shard dims."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from math import prod
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from converters.common.box import TensorInfo
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
+MTP_LAYERS = (
+    "mtp_layers."  # the beginning of FQNs of layers for multi-token prediction, which are stored and not computed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,11 @@ class Parameter:
         return self.fqn.rpartition(".")[0]
 
     @property
+    def unit(self) -> str:
+        """FQN of the unit of the model that it belongs to."""
+        return unit_of(self.fqn)
+
+    @property
     def layer(self) -> int | None:
         """Number of the layer that it belongs to."""
         head, _, rest = self.fqn.partition(".")
@@ -203,6 +211,23 @@ class Parameter:
         """The bias of this linear layer: sharded like the weight's rows, whole where the columns are sharded."""
         tp_dim = 0 if self.tp_dim == 0 else None
         return replace(self, fqn=f"{self.module}.bias", shape=self.shape[:1], tp_dim=tp_dim, is_bias=True)
+
+
+def unit_of(fqn: str) -> str:
+    """The unit of a model that a parameter is in: `layers.3` of `layers.3.attention.wq.weight`, else its module."""
+    head, _, rest = fqn.partition(".")
+    number = rest.partition(".")[0]
+    return f"{head}.{number}" if number.isdecimal() else head
+
+
+def is_block(unit: str) -> bool:
+    """Whether a unit is one of several that follow each other, such as `layers.3`."""
+    return "." in unit
+
+
+def units_of(parameters: Sequence[Parameter]) -> list[str]:
+    """The units that have parameters, in model order, without layers for multi-token prediction: no model has those."""
+    return list(dict.fromkeys(p.unit for p in parameters if not p.unit.startswith(MTP_LAYERS)))
 
 
 EXPERT_SCORES = ("softmax", "sigmoid")
@@ -420,6 +445,11 @@ class Family:
     naming_by_shapes: Callable[[Naming, ModelArgs, Mapping[str, "TensorInfo"]], Naming] = _any_shapes
     release: Release | None = None
     quantized_as: tuple[str, ...] = ("fp8",)  # how such models are published, beside 16 bits (quantization.Scheme)
+
+    def units(self, args: ModelArgs) -> list[str]:
+        """Names of a model's units in order; a tied output is one without a parameter of its own."""
+        units = units_of(self.parameters(args))
+        return [*units, unit_of(OUTPUT)] if args.tied else units
 
     def blocks(self, args: ModelArgs) -> list[Block]:
         """The block of every layer."""

@@ -32,7 +32,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     check_mesh(options.mesh, contents.family, contents.info.args)
     # Stages are split over all parameters, also if an incomplete source lacks some.
     parameters = [p for p in contents.family.parameters(contents.info.args) if p.fqn in tensors]
-    stages = split_stages(options.mesh.pp, contents.info.args.num_layers)
+    stages = split_stages(options.mesh.pp, contents.family.units(contents.info.args))
     itemsizes = {name: itemsize(info.dtype) for name, info in tensors.items()}
     files = boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes, stages=stages)
     trained = {p.fqn for p in parameters}

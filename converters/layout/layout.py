@@ -15,9 +15,9 @@ from converters.common.collector import collector_paused
 from converters.common.dtypes import itemsize
 from converters.common.errors import ConfigError
 from converters.common.sizes import GIB, MIB
-from converters.families.base import Parameter
+from converters.families.base import MTP_LAYERS, Parameter, units_of
 from converters.layout.mesh_shape import MeshShape
-from converters.layout.stages import module_of, ranks_of_stages, split_stages
+from converters.layout.stages import ranks_of_stages, split_stages
 
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
 MAX_CHUNK_BYTES = 256 * MIB
@@ -96,17 +96,16 @@ def boxes_for_mesh(
 ) -> Files:
     """The files of a checkpoint as ranks of `mesh` would write it; of several ranks that hold a box, the lowest does.
 
-    `itemsizes`: bytes per element by FQN. `stages`: module names per stage; split_stages's result when None.
+    `itemsizes`: bytes per element by FQN. `stages`: names of units per stage; split_stages's result when None.
     `stage_ranks`: the pipeline rank of each; round robin when None. A tied embedding has one FQN and so belongs to
     the first stage. Raises ConfigError if the mesh would cut the model into more chunks than a `.metadata` can
     reasonably list.
     """
     if stages is None:
-        stages = split_stages(mesh.pp, len({p.layer for p in parameters} - {None}))
+        stages = split_stages(mesh.pp, units_of(parameters))
     if stage_ranks is None:
         stage_ranks = ranks_of_stages(len(stages), mesh.pp)
-    pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}
-    pp_rank_of["mtp_layers"] = stage_ranks[-1]  # which predict from what the last stage computes
+    pp_rank_of = {unit: rank for rank, units in zip(stage_ranks, stages, strict=True) for unit in units}
     ranks_per_stage = mesh.world_size // mesh.pp
     _reject_tiny_chunks(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000
@@ -118,7 +117,8 @@ def boxes_for_mesh(
         kind = (parameter.shape, *cuts_of(parameter, mesh), element_bytes, parameter.is_trained)
         if kind not in boxes_by_kind:
             boxes_by_kind[kind] = list(_boxes_within_stage(parameter, mesh, element_bytes))
-        first_rank = pp_rank_of[module_of(parameter.fqn)] * ranks_per_stage
+        is_mtp = parameter.unit.startswith(MTP_LAYERS)  # which predict from what the last stage computes
+        first_rank = (stage_ranks[-1] if is_mtp else pp_rank_of[parameter.unit]) * ranks_per_stage
         for rank, box in boxes_by_kind[kind]:
             files.setdefault(first_rank + rank, []).append((parameter.fqn, box))
     return {DISTCP_FILE.format(rank=rank): files[rank] for rank in sorted(files)}

@@ -21,7 +21,7 @@ def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
     if uneven := uneven_over_tp(args, mesh.tp):
         problems.append(f"tp={mesh.tp} {uneven}")
     try:
-        split_stages(mesh.pp, args.num_layers)
+        split_stages(mesh.pp, family.units(args))
     except ConfigError as error:
         problems.append(f"{error.message}; {error.hint}")
     if problems:

@@ -1,19 +1,23 @@
-"""The modules of each pipeline stage, and the stages of each rank, as torchtitan splits."""
+"""The units of each pipeline stage, and the stages of each rank, as torchtitan splits."""
 
+from collections.abc import Sequence
 from itertools import islice
 
 from converters.common.errors import ConfigError
+from converters.families.base import is_block
 
 
-def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
-    """Module names per pipeline stage, as torchtitan splits (generate_llm_fqn_per_model_part).
+def split_stages(num_stages: int, units: Sequence[str], *, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
+    """Names of the units of each pipeline stage, as torchtitan splits (generate_llm_fqn_per_model_part).
 
-    The embedding counts as `first_less` layers and norm + output as `last_less`; what does not divide goes to the first
-    stages. Raises ConfigError if a stage would be left empty.
+    The units in front of the blocks, such as the embedding, count as `first_less` blocks and those behind them as
+    `last_less`; what does not divide goes to the first stages. Raises ConfigError if a stage would be left empty.
     """
-    layers = [f"layers.{n}" for n in range(num_layers)]
     if num_stages == 1:
-        return [["tok_embeddings", *layers, "norm", "output"]]
+        return [list(units)]
+    layers = [unit for unit in units if is_block(unit)]
+    first, last = units.index(layers[0]), units.index(layers[-1]) + 1
+    num_layers = len(layers)
     per_stage, extra = divmod(num_layers + first_less + last_less, max(num_stages, 1))
     if num_stages < 1 or per_stage < max(1, first_less, last_less):
         most = (num_layers + first_less + last_less) // max(1, first_less, last_less)
@@ -26,8 +30,8 @@ def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_
     sizes[-1] -= last_less
     remaining = iter(layers)
     stages = [list(islice(remaining, size)) for size in sizes]
-    stages[0].insert(0, "tok_embeddings")
-    stages[-1] += ["norm", "output"]
+    stages[0][:0] = units[:first]
+    stages[-1] += units[last:]
     return stages
 
 
@@ -36,9 +40,3 @@ def ranks_of_stages(num_stages: int, pp: int, *, v_shaped: bool = False) -> tupl
     if v_shaped:
         return tuple(min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(num_stages))
     return tuple(stage % pp for stage in range(num_stages))
-
-
-def module_of(fqn: str) -> str:
-    """The module that pipeline splitting moves: `layers.3` of `layers.3.attention.wq.weight`, `norm` of its weight."""
-    head, _, rest = fqn.partition(".")
-    return f"{head}.{rest.partition('.')[0]}" if head == "layers" else head

@@ -207,7 +207,7 @@ def _model_parts(value: Any, values: Mapping[str, Any]) -> list[list[str]] | Non
     family = all_families().get(str(name))
     if family is None or str(flavor) not in family.flavors:
         raise _CannotTranslate(f"the stages' modules are written out now, and {name} {flavor} is no model known here")
-    modules = ["tok_embeddings", *(f"layers.{n}" for n in range(family.flavors[flavor].num_layers)), "norm", "output"]
+    modules = family.units(family.flavors[flavor])
     unknown = [point for point in points if point not in modules]
     if unknown:
         raise _CannotTranslate(f"{name} {flavor} has no {', '.join(map(str, unknown))}")

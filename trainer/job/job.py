@@ -41,8 +41,9 @@ class Job:
     @staticmethod
     def of(config: Config, args: ModelArgs, dims: MeshShape) -> "Job":
         """A job of a layout that was checked before. `args` may differ from the flavor's."""
-        split = split_model(config.parallelism, args.num_layers, dims.pp)
-        return Job(config, get_family(config.model.name), args, dims, split)
+        family = get_family(config.model.name)
+        split = split_model(config.parallelism, family.units(args), dims.pp)
+        return Job(config, family, args, dims, split)
 
     @property
     def seed(self) -> int:
@@ -207,12 +208,12 @@ def _fixed_degrees(parallelism: Parallelism) -> int:
 
 def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
     """Everything about degrees, model and batch that does not fit, with the nearest values that do."""
-    training, parallelism = config.training, config.parallelism
+    training, parallelism, family = config.training, config.parallelism, get_family(config.model.name)
     schedule = parallelism.pipeline_parallel_schedule
     compiles_model = compiles(config.compile, "model")
     return [
         *_tensor_problems(args, dims.tp),
-        *expert_problems(config, get_family(config.model.name), args, dims),
+        *expert_problems(config, family, args, dims),
         *offload_problems(training, dims),
         *(
             float8_problems(
@@ -233,7 +234,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *data_problems(training, config.validation, dims),
         *document_problems(
             config,
-            get_family(config.model.name),
+            family,
             args,
             dims,
             takes_documents=get_trainer_family(config.model.name).takes_documents,
@@ -247,7 +248,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         ),
         *profiling_problems(config.profiling),
         *checkpoint_problems(config.checkpoint, config.model),
-        *(stage_problems(parallelism, training, args.num_layers, dims.pp) if dims.pp > 1 else ()),
+        *(stage_problems(parallelism, training, family.units(args), dims.pp) if dims.pp > 1 else ()),
         *activation_checkpoint_problems(
             config.activation_checkpoint, compiles_model=compiles_model, schedule=schedule if dims.pp > 1 else None
         ),

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from converters.common.dtypes import itemsize
 from converters.common.errors import ConfigError
 from converters.common.sizes import format_bytes
-from converters.families.base import Parameter
+from converters.families.base import EMBEDDING, OUTPUT, Parameter, unit_of
 from converters.layout.layout import local_box
-from converters.layout.stages import module_of
 from trainer.job.job import Job
 from trainer.parallel.ddp import is_ddp
 from trainer.ranks.machine import available_bytes, machine_identity, not_enough_memory
@@ -49,11 +48,11 @@ def _held(job: Job, pp_rank: int) -> Iterator[tuple[Parameter, bool]]:
     """The parameters of a pipeline rank's stages, and whether the optimizer has moments of them."""
     modules = {module for stage in job.split.stages_of(pp_rank) for module in job.split.modules[stage]}
     for parameter in job.family.parameters(job.args):
-        module = module_of(parameter.fqn)
-        if module in modules:
+        if parameter.unit in modules:
             yield parameter, True
         # The last of several stages has a copy of a tied embedding (parallel/tied.py)
-        if module == "tok_embeddings" and job.args.tied and job.split.num_stages > 1 and "output" in modules:
+        is_tied = job.args.tied and parameter.fqn == EMBEDDING
+        if is_tied and job.split.num_stages > 1 and unit_of(OUTPUT) in modules:
             yield parameter, not job.split.first_and_last_on_one_rank
 
 

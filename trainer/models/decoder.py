@@ -17,6 +17,7 @@ from converters.common.errors import UnsupportedError
 from converters.families.base import Block, Experts, GroupedQuery, Latent, ModelArgs, dense_block
 from trainer.models.moe import MoE
 from trainer.models.rope import RotaryAngles, rotate
+from trainer.models.units import ModelPart, Unit
 
 PLAIN = GroupedQuery()
 
@@ -177,7 +178,7 @@ def make_layer(args: ModelArgs, attention: nn.Module, block: Block) -> nn.Module
     return TransformerBlock(args, attention)
 
 
-class Transformer(nn.Module):
+class Transformer(ModelPart):
     """The whole model, or a pipeline stage of it: modules that are None, and removed layers, are skipped."""
 
     def __init__(
@@ -203,6 +204,14 @@ class Transformer(nn.Module):
         self.norm: nn.Module | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Module | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie()
+
+    def units(self) -> list[Unit]:
+        has_shared = self.args.tied and self.output is not None
+        units = [Unit(f"layers.{number}", layer, number=int(number)) for number, layer in self.layers.items()]
+        if self.tok_embeddings is not None:
+            units.insert(0, Unit("tok_embeddings", self.tok_embeddings, "last" if has_shared else "first"))
+        ends = (("norm", self.norm), ("output", self.output))
+        return units + [Unit(name, module, "last") for name, module in ends if module is not None]
 
     def tie(self) -> None:
         """Make a tied output share the embedding's parameter.

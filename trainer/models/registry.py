@@ -11,7 +11,7 @@ from trainer.models.initialization import Distribution, gpt_oss_distribution, in
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,44 +19,44 @@ class TrainerFamily:
     """Building and sharding of the model of the `converters` Family of the same name.
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
-    stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which also takes
-    `scale`, the factor of the scores, and `sinks_N=`. An attention with a window, chunk or sinks has them in `kind`.
-    Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked loss calls
-    it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as Transformer's it
-    passes what `make_mask` makes of the documents to every inner attention.
+    stage may remove, `units()`, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which
+    also takes `scale`, the factor of the scores, and `sinks_N=`. An attention with a window, chunk or sinks has them in
+    `kind`. Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked
+    loss calls it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as
+    Transformer's it passes what `make_mask` makes of the documents to every inner attention.
     """
 
-    build_model: "Callable[[ModelArgs], Transformer]"  # or a module with the same attributes
+    build_model: "Callable[[ModelArgs], ModelPart]"  # or a module with the same methods
     tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]] = tensor_plan
     initial_distribution: Callable[[Parameter, ModelArgs], Distribution] = initial_distribution
     takes_documents: bool = False
 
 
-def _build_llama3(args: ModelArgs) -> "Transformer":
+def _build_llama3(args: ModelArgs) -> "ModelPart":
     from trainer.models.decoder import Transformer
 
     return Transformer(args)
 
 
-def _build_qwen3(args: ModelArgs) -> "Transformer":
+def _build_qwen3(args: ModelArgs) -> "ModelPart":
     from trainer.models.qwen3 import build_model
 
     return build_model(args)
 
 
-def _build_deepseek_v3(args: ModelArgs) -> "Transformer":
+def _build_deepseek_v3(args: ModelArgs) -> "ModelPart":
     from trainer.models.deepseek_v3 import build_model
 
     return build_model(args)
 
 
-def _build_gpt_oss(args: ModelArgs) -> "Transformer":
+def _build_gpt_oss(args: ModelArgs) -> "ModelPart":
     from trainer.models.gpt_oss import build_model
 
     return build_model(args)
 
 
-def _build_llama4(args: ModelArgs) -> "Transformer":
+def _build_llama4(args: ModelArgs) -> "ModelPart":
     from trainer.models.llama4 import build_model
 
     return build_model(args)
@@ -104,11 +104,11 @@ def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
     The masks are made for the `kind` of the layer's attention.
     """
     differing = []
-    for number, layer in model.layers.items():
-        described = family.block(args, int(number)).attention
-        built = getattr(getattr(layer, "attention", None), "kind", None)
+    for unit in (unit for unit in model.units() if unit.place == "block"):
+        described = family.block(args, unit.number).attention
+        built = getattr(getattr(unit.module, "attention", None), "kind", None)
         if isinstance(described, GroupedQuery) and described != built and (described.needs_mask or built is not None):
-            differing.append(f"layers.{number}.attention: kind = {built}, not {described}")
+            differing.append(f"{unit.name}.attention: kind = {built}, not {described}")
     if differing:
         raise UnsupportedError(
             f"family {family.name!r}: the model's attention is not what `block` describes:" + list_offenders(differing)
@@ -119,7 +119,7 @@ def check_modules(model: Any, family: str) -> None:
     """Raise ExtensionError if a family's model (a user's own) lacks what training and inference replace or call."""
     what = f"the model of family {family!r}"
     trained = get_trainer_family(family)
-    names = ("tok_embeddings", "layers", "norm", "output", "tie", "forward")
+    names = ("tok_embeddings", "layers", "norm", "output", "units", "tie", "forward")
     check_attributes(model, names, what, made_by=trained.build_model)
     documents = ("documents",) if trained.takes_documents else ()
     check_call(model.forward, ("x", "positions", *documents), f"`forward` of {what}")

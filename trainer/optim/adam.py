@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from converters.layout.stages import module_of
+from converters.families.base import is_block, unit_of
 from trainer.optim.clip import local_gradient
 from trainer.ranks.mesh import local_part
 
@@ -100,12 +100,12 @@ def _run_kernel(
 
 
 def _batches(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of one layer, or outside of layers, with at most COPIED_ELEMENTS, or a single larger one.
+    """Consecutive parameters of one block, or outside of blocks, with at most COPIED_ELEMENTS, or a single larger one.
 
-    Batches end with their layer, so that an update needs the same memory for each layer, which lets
+    Batches end with their block, so that an update needs the same memory for each layer, which lets
     `titan estimate-memory` extrapolate from a few layers.
     """
-    for _, run in groupby(named, key=lambda one: one[0].startswith("layers.") and module_of(one[0])):
+    for _, run in groupby(named, key=lambda one: is_block(unit := unit_of(one[0])) and unit):
         batch: list[nn.Parameter] = []
         num_elements = 0
         for _, parameter in run:

@@ -14,7 +14,7 @@ from trainer.config.sections import ActivationCheckpoint
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 
 def activation_checkpoint_problems(
@@ -61,12 +61,14 @@ def set_memory_budget(settings: ActivationCheckpoint, dump_folder: Path) -> None
     functorch.memory_budget_pareto_dir = str(dump_folder / "memory_budget_pareto")
 
 
-def apply_activation_checkpoint(model: Transformer, settings: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(model: ModelPart, settings: ActivationCheckpoint) -> None:
     """Recompute layers in backward; `selective` with a number n recomputes every n-th layer of the model.
 
     Only `forward` is replaced, no module is wrapped: FQNs do not change, and FSDP's hooks run outside it.
     """
     from torch.utils.checkpoint import checkpoint
+
+    from trainer.models.units import blocks_of
 
     if settings.mode in ("none", "memory_budget"):
         return
@@ -83,9 +85,9 @@ def apply_activation_checkpoint(model: Transformer, settings: ActivationCheckpoi
         run = partial(run, context_fn=_save_costly_operations)
     elif settings.mode == "selective":
         every = int(settings.selective_ac_option)
-    for number, layer in model.layers.items():
-        if (int(number) + 1) % every == 0:  # numbered in the whole model: a pipeline does not change the choice
-            layer.forward = _recomputed(layer.forward, run)
+    for block in blocks_of(model):
+        if (block.number + 1) % every == 0:  # numbered in the whole model: a pipeline does not change the choice
+            block.module.forward = _recomputed(block.module.forward, run)
 
 
 def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

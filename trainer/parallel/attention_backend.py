@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from converters.families.base import ModelArgs
-from trainer.models.decoder import CausalAttention, Transformer
+from trainer.models.decoder import CausalAttention
+from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.document_attention import PerDocumentAttention
 from trainer.parallel.masked_attention import OneOfMasks
 
@@ -67,7 +68,7 @@ class WideAttention(nn.Module):
         return out_BLNH.type_as(q_BLNH)
 
 
-def widen_attention_on_cpu(parts: Sequence[Transformer], device: torch.device) -> None:
+def widen_attention_on_cpu(parts: Sequence[ModelPart], device: torch.device) -> None:
     """Compute causal attention in fp32 on a CPU, where torch's bf16 backward is three times slower.
 
     Not part of `build`: estimates and dry runs build on a CPU what will run on a GPU.
@@ -75,7 +76,7 @@ def widen_attention_on_cpu(parts: Sequence[Transformer], device: torch.device) -
     if device.type != "cpu":
         return
     for part in parts:
-        for layer in part.layers.values():
+        for _, layer, *_ in blocks_of(part):
             holder: Any = getattr(layer, "attention", None)
             name = "inner_attention"
             inner = getattr(holder, name, None)

@@ -1,4 +1,4 @@
-"""torch.compile per block: all layers share the compiled code, so that it is compiled once.
+"""torch.compile per block: all blocks of a kind share the compiled code, so that it is compiled once.
 
 torch is imported inside functions, so that settings are checked without it.
 """
@@ -12,7 +12,7 @@ from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 from trainer.ranks.machine import Device
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 
 def compiles(settings: Compile, component: str) -> bool:
@@ -128,13 +128,15 @@ def why_inductor_cannot(device: Device) -> str | None:
     return None
 
 
-def apply_compile(model: Transformer, settings: Compile) -> None:
-    """Compile each layer's `forward` in place: FQNs and hooks around layers, as FSDP's, do not change.
+def apply_compile(model: ModelPart, settings: Compile) -> None:
+    """Compile each block's `forward` in place: FQNs and hooks around blocks, as FSDP's, do not change.
 
     Graph breaks are errors. Each shape (training and validation, with and without gradients) is compiled separately:
     code for dynamic shapes would be slower.
     """
     import torch
 
-    for layer in model.layers.values():
-        layer.forward = torch.compile(layer.forward, backend=settings.backend, fullgraph=True, dynamic=False)
+    from trainer.models.units import blocks_of
+
+    for _, module, *_ in blocks_of(model):
+        module.forward = torch.compile(module.forward, backend=settings.backend, fullgraph=True, dynamic=False)

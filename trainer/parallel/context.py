@@ -6,7 +6,7 @@ compute the same number of (query, key) pairs although attention is causal. Work
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery
 from trainer.models.decoder import PLAIN, first_features, to_one_width
+from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.shards import gather_shards
-
-if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
 
 _CUDNN_WITHOUT_NAN = 92600  # 9.26: see cudnn_may_give_nan
 
@@ -267,7 +265,7 @@ def cudnn_backward(
 
 
 def apply_cp(
-    model: "Transformer",
+    model: ModelPart,
     group: dist.ProcessGroup,
     *,
     uses_cudnn: bool = False,
@@ -277,7 +275,7 @@ def apply_cp(
 
     Latent attention gathers latents, before it makes keys and values of them.
     """
-    for number, layer in model.layers.items():
+    for name, layer, *_ in blocks_of(model):
         attention: Any = layer.attention
         is_latent = hasattr(attention, "key_context")
         if is_latent:
@@ -286,6 +284,6 @@ def apply_cp(
             group,
             gathers=not is_latent,
             uses_cudnn=uses_cudnn,
-            masked=(masked or {}).get(number),
+            masked=(masked or {}).get(name),
             kind=getattr(attention, "kind", PLAIN),
         )

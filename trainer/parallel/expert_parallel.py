@@ -16,9 +16,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from converters.layout.mesh_shape import MeshShape
 from trainer.models.biased_experts import BiasedExperts
-from trainer.models.decoder import Transformer
 from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE, grouped_swiglu
 from trainer.models.tensor_plan import TensorStyle
+from trainer.models.units import ModelPart
 from trainer.parallel.expert_exchange import NO_ROWS_ASSUMED, exchange_counts, return_from_experts, send_to_experts
 from trainer.parallel.shards import gather_shards, scatter_sum
 from trainer.ranks.mesh import Meshes, local_part
@@ -72,9 +72,7 @@ class Exchange:
         return return_from_experts(out_SD, counts, self.group_name, num_rows=num_rows)
 
 
-def with_shared_gather(
-    plan: Mapping[str, TensorStyle], model: Transformer, dims: MeshShape
-) -> Mapping[str, TensorStyle]:
+def with_shared_gather(plan: Mapping[str, TensorStyle], model: ModelPart, dims: MeshShape) -> Mapping[str, TensorStyle]:
     """The tensor-parallel plan of a model (or stage); shared experts use what `SlicedDispatch` gathers and sums."""
     if dims.expert_tp == 1:
         return plan
@@ -84,7 +82,7 @@ def with_shared_gather(
     return kept | {fqn: _OF_GATHERED[style] for fqn, style in of_shared.items() if style in _OF_GATHERED}
 
 
-def apply_expert_parallel(model: Transformer, meshes: Meshes, *, imbalance: float | None = None) -> None:
+def apply_expert_parallel(model: ModelPart, meshes: Meshes, *, imbalance: float | None = None) -> None:
     """Distribute the experts of a model (or stage) over `ep` and `etp`, or over `tp` without expert parallelism."""
     dims = meshes.dims
     if dims.ep == 1 and dims.tp == 1:

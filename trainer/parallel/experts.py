@@ -14,7 +14,7 @@ from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 
 _KEYS = {
@@ -68,7 +68,7 @@ def _has_biases_in_hf(family: Family, args: ModelArgs) -> bool:
     return nameless.isdisjoint(p.fqn.replace(f"layers.{p.layer}.", "layers.{n}.", 1) for p in biases)
 
 
-def apply_expert_settings(model: Transformer, config: Config) -> None:
+def apply_expert_settings(model: ModelPart, config: Config) -> None:
     """Set what the config says about the experts of a model."""
     from trainer.models.moe import MoE
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 CONVERTER = "quantize.linear.float8"
 _SECTION = CONVERTER
@@ -175,7 +175,7 @@ def _is_rowwise(settings: Float8) -> bool:
 
 
 def apply_float8(
-    model: Transformer,
+    model: ModelPart,
     settings: Float8,
     parameters: Sequence[Parameter],
     *,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
     from trainer.parallel.expert_shards import ShardedExperts
 
 
@@ -61,7 +61,7 @@ def offload_problems(training: Training, dims: MeshShape) -> list[str]:
 
 
 def apply_fsdp(
-    model: Transformer,
+    model: ModelPart,
     mesh: DeviceMesh,
     *,
     experts: ShardedExperts | None = None,
@@ -73,12 +73,13 @@ def apply_fsdp(
 ) -> None:
     """Shard a model (or stage) over `mesh`; a 2-d mesh replicates over its first axis (HSDP).
 
-    Gradients are summed, not averaged: the loss was already divided by the token count of all ranks. `reshard_last` is
-    for norm and output, which backward needs first. `experts`: how those are sharded if the mesh is another one.
+    Gradients are summed, not averaged: the loss was already divided by the units of progress of all ranks.
+    `reshard_last` is for the last units, which backward needs first. `experts`: how those are sharded if the mesh is
+    another one.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    # Inputs need no cast: embeddings are in param_dtype, and other inputs keep their precision.
+    # Inputs need no cast: what first units return is in param_dtype, and other inputs keep their precision.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     # Pinned memory is for copies to and from a GPU.
@@ -91,15 +92,12 @@ def apply_fsdp(
         else:
             fully_shard(modules, mesh=mesh, **options)
 
-    ends = [m for m in (model.norm, model.output) if m is not None]
-    if model.args.tied and model.tok_embeddings is not None and model.output is not None:
-        ends.insert(0, model.tok_embeddings)  # one group per parameter; it stays gathered between its uses
-    elif model.tok_embeddings is not None:
-        shard(model.tok_embeddings, reshard=reshard_after_forward)
-    for layer in model.layers.values():
-        shard(layer, reshard=reshard_after_forward)
-    if ends:
-        shard(ends, reshard=reshard_last)
+    units = model.units()
+    for unit in units:
+        if unit.place != "last":
+            shard(unit.module, reshard=reshard_after_forward)
+    if last := [unit.module for unit in units if unit.place == "last"]:
+        shard(last, reshard=reshard_last)
     shard(model, reshard=reshard_after_forward)
     model.tie()
 

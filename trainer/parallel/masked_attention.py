@@ -7,19 +7,17 @@ always have their own.
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery
 from trainer.models.decoder import PLAIN
+from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.context import ContextParallelAttention, MaskedAttention
 from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents
 from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
-
-if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
 
 _Reach = tuple[int | None, int | None]  # window and chunk
 
@@ -32,11 +30,11 @@ def choose_masked_attention(kernel: str, device: torch.device) -> Callable[[int 
 
 
 def masked_layers(
-    model: "Transformer", masked: Callable[[int | None], MaskedAttention], *, has_documents: bool
+    model: ModelPart, masked: Callable[[int | None], MaskedAttention], *, has_documents: bool
 ) -> dict[str, MaskedAttention]:
-    """The attentions of layers that need masks, by number: all with documents, else those of windows, chunks, sinks."""
-    kinds = {number: _kind(layer) for number, layer in model.layers.items()}
-    return {n: masked(kind.window) for n, kind in kinds.items() if has_documents or kind.needs_mask}
+    """The attentions of layers that need masks, by name: all with documents, else those of windows, chunks, sinks."""
+    kinds = {name: _kind(layer) for name, layer, *_ in blocks_of(model)}
+    return {name: masked(kind.window) for name, kind in kinds.items() if has_documents or kind.needs_mask}
 
 
 class OneOfMasks(nn.Module):
@@ -65,7 +63,7 @@ class OneOfMasks(nn.Module):
 
 
 def apply_masks(
-    model: "Transformer",
+    model: ModelPart,
     masked: Mapping[str, MaskedAttention],
     device: torch.device,
     *,
@@ -77,17 +75,17 @@ def apply_masks(
     """
     makers: dict[_Reach | None, tuple[int, Callable[[Tensor], Any] | None]] = {}
     cp = 1
-    for number, layer in model.layers.items():
+    for name, layer, *_ in blocks_of(model):
         attention: Any = layer.attention
         reach: _Reach | None = None
         maker: Callable[[Tensor], Any] | None = None
         inner = attention.inner_attention
-        if number in masked:
+        if name in masked:
             reach = (_kind(layer).window, _kind(layer).chunk)
             if isinstance(inner, ContextParallelAttention):
                 cp, maker = inner.cp, inner.make_masks
             else:
-                inner, maker = masked[number], _of_whole_sequences(masked[number])
+                inner, maker = masked[name], _of_whole_sequences(masked[name])
         index, _ = makers.setdefault(reach, (len(makers), maker))
         attention.inner_attention = OneOfMasks(inner, index)
     static: dict[int, tuple[Any, ...]] = {}
@@ -110,7 +108,7 @@ def apply_masks(
             static[num_tokens] = make(torch.zeros(1, num_tokens * cp, dtype=torch.int32, device=device))
         return static[num_tokens]
 
-    model.make_mask = make_mask
+    setattr(model, "make_mask", make_mask)  # noqa: B010
 
 
 def _kind(layer: nn.Module) -> GroupedQuery:

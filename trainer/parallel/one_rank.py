@@ -5,11 +5,11 @@ traffic for a step of an 8B model with 12 layers, 44 GB here. FSDP needs less me
 backward: two bytes per parameter at the beginning of backward.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from trainer.models.units import ModelPart
 
 # From torch 2.15 on, FSDP reduces a gradient in the dtype that backward computes it in, as a norm's in fp32; before, it
 # was rounded to the compute dtype first.
@@ -62,7 +62,7 @@ class ComputeCopy:
             self._parameter.grad += gradient
 
 
-def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
+def compute_in_copies(model: ModelPart, dtype: torch.dtype) -> None:
     """Make the modules of a model compute with copies of their parameters in another dtype.
 
     FQNs do not change; while a copy exists, its module shows it. Call it after anything that sets or ties parameters.
@@ -70,7 +70,8 @@ def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
     copies: dict[nn.Parameter, ComputeCopy] = {}
     first: dict[ComputeCopy, nn.Module] = {}  # the unit that needs the copy first
     last: dict[ComputeCopy, nn.Module] = {}
-    for unit in _units(model):
+    units = [*(unit.module for unit in model.units()), model]  # as FSDP gathers them
+    for unit in units:
         for module in unit.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 copy = copies.setdefault(parameter, ComputeCopy(parameter, dtype))
@@ -78,16 +79,9 @@ def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
                     copy.holders.append((module, name))
                     first.setdefault(copy, unit)
                     last[copy] = unit
-    for unit in _units(model):
+    for unit in units:
         created, freed = ([copy for copy, user in at.items() if user is unit] for at in (first, last))
         _add_hooks(unit, created, freed)
-
-
-def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that FSDP gathers at once: layers, other modules, and the model with what is left."""
-    for child in model.children():
-        yield from child.children() if isinstance(child, nn.ModuleDict | nn.ModuleList) else (child,)
-    yield model
 
 
 def _add_hooks(unit: nn.Module, created: list[ComputeCopy], freed: list[ComputeCopy]) -> None:

@@ -14,17 +14,19 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from trainer.parallel.stages import StageSplit
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 
-def keep_modules(model: "Transformer", names: Sequence[str]) -> "Transformer":
-    """Remove from a model everything that a stage does not hold; the other FQNs do not change."""
-    for end in ("tok_embeddings", "norm", "output"):
-        if end not in names:
-            setattr(model, end, None)
-    for number in list(model.layers):
-        if f"layers.{number}" not in names:
-            del model.layers[number]
+def keep_modules(model: "ModelPart", names: Sequence[str]) -> "ModelPart":
+    """Remove from a model the units that a stage does not hold; the other FQNs do not change."""
+    for unit in model.units():
+        if unit.name not in names:
+            owner, _, key = unit.name.rpartition(".")
+            holder = model.get_submodule(owner)
+            if isinstance(holder, nn.ModuleDict):
+                del holder[key]
+            else:
+                setattr(holder, key, None)
     return model
 
 

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 from converters.common.errors import ConfigError
+from converters.families.base import is_block
 from converters.layout.stages import ranks_of_stages, split_stages
 from trainer.config.sections import Parallelism, Training
 
@@ -23,7 +24,7 @@ _ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")  # need equal ro
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Module names of every stage, first to last, and the pipeline rank of each."""
+    """Names of the units of every stage, first to last, and the pipeline rank of each."""
 
     modules: tuple[tuple[str, ...], ...]
     ranks: tuple[int, ...]
@@ -50,18 +51,18 @@ def schedule_of(parallelism: Parallelism, *, num_microbatches: int, pp: int) -> 
     return "GPipe" if schedule == "1F1B" and num_microbatches < pp else schedule
 
 
-def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
-    """The stages that the config sets. Raises ConfigError if the model cannot be split this way."""
+def split_model(parallelism: Parallelism, units: Sequence[str], pp: int) -> StageSplit:
+    """The stages of a model's `units` that the config sets. Raises ConfigError if they cannot be split this way."""
     explicit = parallelism.module_fqns_per_model_part
     modules: Sequence[Sequence[str]]
     if pp == 1:
-        modules = split_stages(1, num_layers)
+        modules = split_stages(1, units)
     elif explicit is not None:
         modules = explicit
     else:
         modules = split_stages(
-            _num_stages(parallelism, num_layers, pp),
-            num_layers,
+            _num_stages(parallelism, units, pp),
+            units,
             first_less=parallelism.pipeline_parallel_first_stage_less_layers,
             last_less=parallelism.pipeline_parallel_last_stage_less_layers,
         )
@@ -69,7 +70,7 @@ def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSpli
     return StageSplit(tuple(map(tuple, modules)), ranks_of_stages(len(modules), pp, v_shaped=v_shaped))
 
 
-def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
+def _num_stages(parallelism: Parallelism, units: Sequence[str], pp: int) -> int:
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     if per_stage is None:
         return _default_num_stages(parallelism.pipeline_parallel_schedule, pp)
@@ -77,31 +78,35 @@ def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
     )
-    return ceil((num_layers + first + last) / per_stage)
+    return ceil((_num_blocks(units) + first + last) / per_stage)
 
 
-def stage_problems(parallelism: Parallelism, training: Training, num_layers: int, pp: int) -> list[str]:
+def _num_blocks(units: Sequence[str]) -> int:
+    return sum(map(is_block, units))
+
+
+def stage_problems(parallelism: Parallelism, training: Training, units: Sequence[str], pp: int) -> list[str]:
     """All problems of stages, schedule and microbatches."""
     return [
-        *_split_problems(parallelism, num_layers, pp),
+        *_split_problems(parallelism, units, pp),
         *_microbatch_problems(parallelism, training, pp),
         *_reshard_problems(parallelism),
     ]
 
 
-def _split_problems(parallelism: Parallelism, num_layers: int, pp: int) -> list[str]:
+def _split_problems(parallelism: Parallelism, units: Sequence[str], pp: int) -> list[str]:
     try:
-        split = split_model(parallelism, num_layers, pp)
+        split = split_model(parallelism, units, pp)
     except ConfigError as error:
         return [f"{error.message} ({error.hint})"]
     problems = []
     if parallelism.module_fqns_per_model_part is not None:
-        problems += _explicit_problems(split, num_layers)
+        problems += _explicit_problems(split, units)
     schedule, num_stages = parallelism.pipeline_parallel_schedule, split.num_stages
     if not _supports(schedule, num_stages, pp):
         wanted = f"{2 * pp}, {3 * pp}, …" if schedule in LOOPED_SCHEDULES else f"{_default_num_stages(schedule, pp)}"
         text = f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}"
-        problems.append(text + _nearest_layers_per_stage(parallelism, num_layers, pp))
+        problems.append(text + _nearest_layers_per_stage(parallelism, units, pp))
     return problems
 
 
@@ -115,16 +120,16 @@ def _default_num_stages(schedule: str, pp: int) -> int:
     return 2 * pp if schedule in LOOPED_SCHEDULES + V_SCHEDULES else pp
 
 
-def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int) -> str:
+def _nearest_layers_per_stage(parallelism: Parallelism, units: Sequence[str], pp: int) -> str:
     """The nearest layers per stage that give a number of stages that the schedule supports, as text."""
     wanted = parallelism.pipeline_parallel_layers_per_stage
     if wanted is None or parallelism.module_fqns_per_model_part is not None:
         return ""
     fitting = []
-    for per_stage in range(1, 2 * num_layers):
+    for per_stage in range(1, 2 * _num_blocks(units)):
         changed = replace(parallelism, pipeline_parallel_layers_per_stage=per_stage)
         try:
-            if _supports(parallelism.pipeline_parallel_schedule, split_model(changed, num_layers, pp).num_stages, pp):
+            if _supports(parallelism.pipeline_parallel_schedule, split_model(changed, units, pp).num_stages, pp):
                 fitting.append(per_stage)
         except ConfigError:
             continue  # more stages than layers
@@ -132,8 +137,8 @@ def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int
     return f"; pipeline_parallel_layers_per_stage = {' or '.join(map(str, near))} would work" if near else ""
 
 
-def _explicit_problems(split: StageSplit, num_layers: int) -> list[str]:
-    wanted = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "output"]
+def _explicit_problems(split: StageSplit, units: Sequence[str]) -> list[str]:
+    wanted = list(units)
     given = [name for modules in split.modules for name in modules]
     if given == wanted:
         return []

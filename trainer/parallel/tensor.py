@@ -21,7 +21,7 @@ from trainer.parallel.embedding import RowsOfVocabulary
 from trainer.parallel.latents import ColumnsOfGathered, GatherLatents
 
 if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
+    from trainer.models.units import ModelPart
 
 _SEQUENCE = Shard(1)  # of [B, L, D]
 _HEADS = Shard(0)  # of sinks
@@ -29,7 +29,7 @@ _HEADS_DIM = 2  # of [B, L, heads, H]
 
 
 def apply_tp(
-    model: "Transformer",
+    model: "ModelPart",
     mesh: DeviceMesh,
     plan: Mapping[str, TensorStyle],
     *,

@@ -1,19 +1,16 @@
 """Tied embeddings across pipeline stages: two copies of a parameter with the same gradient and update."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from converters.families.base import ModelArgs
+from converters.families.base import EMBEDDING, OUTPUT, ModelArgs
+from trainer.models.units import ModelPart
 from trainer.optim.clip import local_gradient
 from trainer.parallel.stages import StageSplit
 from trainer.ranks.mesh import Meshes, local_part
-
-if TYPE_CHECKING:
-    from trainer.models.decoder import Transformer
 
 
 class TiedCopies:
@@ -25,7 +22,7 @@ class TiedCopies:
     """
 
     def __init__(
-        self, args: ModelArgs, parts: Sequence["Transformer"], meshes: Meshes, *, first_and_last_on_one_rank: bool
+        self, args: ModelArgs, parts: Sequence[ModelPart], meshes: Meshes, *, first_and_last_on_one_rank: bool
     ):
         self.copies: list[nn.Parameter] = []  # updated here and on the rank of the first stage
         self.followers: list[nn.Parameter] = []  # copies of a parameter of this rank
@@ -33,8 +30,8 @@ class TiedCopies:
         self._group: dist.ProcessGroup | None = None
         if not args.tied or meshes.dims.pp == 1:
             return
-        embeddings = [_weight(part.tok_embeddings) for part in parts if part.tok_embeddings is not None]
-        outputs = [_weight(part.output) for part in parts if part.output is not None]
+        named = [pair for part in parts for pair in part.named_parameters()]
+        embeddings, outputs = ([p for name, p in named if name == fqn] for fqn in (EMBEDDING, OUTPUT))
         self._shared = embeddings + outputs
         if first_and_last_on_one_rank:
             self.followers = outputs
@@ -64,9 +61,9 @@ def has_group_of_ends(args: ModelArgs, split: StageSplit, pp_rank: int) -> bool:
     return args.tied and is_end and not split.first_and_last_on_one_rank and max(split.ranks) > 1
 
 
-def _weight(module: nn.Module) -> nn.Parameter:
-    assert isinstance(module.weight, nn.Parameter)
-    return module.weight
+def native_name(name: str, args: ModelArgs) -> str:
+    """The FQN of a parameter of a stage's module: that of a tied output is the embedding's."""
+    return EMBEDDING if args.tied and name == OUTPUT else name
 
 
 def _group_of_ends(meshes: Meshes) -> dist.ProcessGroup:

@@ -79,7 +79,8 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
                 collectives_of=kernels.device,
                 imbalance=kernels.imbalance,
             )
-        track_modules(model.parts, recorder)
+        holds_last = job.split.num_stages - 1 in job.split.stages_of(meshes["pp"].get_local_rank())
+        track_modules(model.parts, recorder, holds_last=holds_last)
         observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)
         with tensors:
             if is_offloaded:

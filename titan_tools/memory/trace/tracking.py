@@ -24,7 +24,9 @@ from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
+from titan_tools.memory.trace.events import NO_LAYER, layer_of
 from titan_tools.memory.trace.recorder import Recorder
+from trainer.models.units import ModelPart
 from trainer.parallel.one_rank import ComputeCopy
 
 # By the actions' names in torch's pipeline schedules; those of WAIT_ are new in torch 2.15
@@ -66,21 +68,20 @@ def _replaced(own: Function, replacement: Function, recorder: Recorder) -> Funct
     return run
 
 
-def track_modules(parts: Sequence[Any], recorder: Recorder) -> None:
-    """Follow the modules of the model: forward from a module's start to the next, backward from its output's gradient.
+def track_modules(parts: Sequence[ModelPart], recorder: Recorder, *, holds_last: bool) -> None:
+    """Follow the units of the model: forward from a unit's start to the next, backward from its output's gradient.
 
-    Call this after everything that wraps modules, so that the work of their hooks is at the right point.
+    `holds_last`: the last of `parts` returns the loss. Call this after everything that wraps modules, so that the work
+    of their hooks is at the right point.
     """
     for part in parts:
-        named = [(name, getattr(part, name)) for name in ("tok_embeddings", "norm", "output")]
-        named += [(f"layers.{number}", layer) for number, layer in part.layers.items()]
-        recorder.layers_of_parts.append(frozenset(map(int, part.layers)))
-        for fqn, module in named:
-            if module is not None:
-                recorder.module_fqns |= dict.fromkeys(module.modules(), fqn)  # experts may have a group of their own
-                _track_module(module, fqn, recorder)
-        if part.output is not None:
-            _track_module(part, "loss", recorder, forward=False)
+        units = part.units()
+        recorder.layers_of_parts.append(frozenset(layer_of(unit.name) for unit in units) - {NO_LAYER})
+        for fqn, module, *_ in units:
+            recorder.module_fqns |= dict.fromkeys(module.modules(), fqn)  # experts may have a group of their own
+            _track_module(module, fqn, recorder)
+    if holds_last:
+        _track_module(parts[-1], "loss", recorder, forward=False)
 
 
 def _track_module(module: nn.Module, fqn: str, recorder: Recorder, *, forward: bool = True) -> None:

@@ -19,9 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from converters.common.box import Box, TensorInfo, row_blocks
 from converters.common.errors import ConfigError
 from converters.containers.dcp_write import plan_dcp
-from converters.families.base import Parameter, Role
+from converters.families.base import Parameter, Role, unit_of
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
+from converters.families.registry import all_families
 from converters.layout.layout import boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files, chunk_bounds, local_box
 from converters.layout.mesh_check import check_mesh, expert_mesh_problems
 from converters.layout.mesh_shape import MeshShape
@@ -123,22 +124,41 @@ def test_chunk_bounds_are_torch_chunk_s():
         assert [chunk_bounds(size, num_chunks, i)[1] for i in range(num_chunks)] == lengths
 
 
+def units(num_layers: int) -> list[str]:
+    return ["tok_embeddings", *(f"layers.{number}" for number in range(num_layers)), "norm", "output"]
+
+
+def test_the_units_of_a_model_are_those_of_its_parameters_and_a_tied_output():
+    for family in all_families().values():
+        for args in family.flavors.values():
+            assert family.units(args) == units(args.num_layers), (family.name, args)
+
+
+def test_blocks_of_two_kinds_are_split_in_their_order():
+    names = ["patches", "pixels", *(f"tower.{n}" for n in range(3)), *(f"joint.{n}" for n in range(2)), "head"]
+    assert split_stages(2, names, first_less=0, last_less=0) == [names[:5], names[5:]]
+    assert [unit_of(fqn) for fqn in ("tower.12.norm.weight", "head.weight", "scale")] == ["tower.12", "head", "scale"]
+
+
 def test_stages_as_torchtitan_splits():
-    assert split_stages(2, 4) == [
+    assert split_stages(2, units(4)) == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "layers.3", "norm", "output"],
     ]
     # torchtitan's docs for 32 layers in 8 stages: 34 effective layers, the first two stages get the remainder
-    assert [sum(m.startswith("layers.") for m in s) for s in split_stages(8, 32)] == [4, 5, 4, 4, 4, 4, 4, 3]
-    assert [sum(m.startswith("layers.") for m in s) for s in split_stages(2, 3, first_less=2, last_less=2)] == [2, 1]
-    assert split_stages(1, 1) == [["tok_embeddings", "layers.0", "norm", "output"]]
-    assert split_stages(6, 4) == [["tok_embeddings"], *[[f"layers.{n}"] for n in range(4)], ["norm", "output"]]
+    assert [sum(m.startswith("layers.") for m in s) for s in split_stages(8, units(32))] == [4, 5, 4, 4, 4, 4, 4, 3]
+    assert [sum(m.startswith("layers.") for m in s) for s in split_stages(2, units(3), first_less=2, last_less=2)] == [
+        2,
+        1,
+    ]
+    assert split_stages(1, units(1)) == [["tok_embeddings", "layers.0", "norm", "output"]]
+    assert split_stages(6, units(4)) == [["tok_embeddings"], *[[f"layers.{n}"] for n in range(4)], ["norm", "output"]]
 
 
 @pytest.mark.parametrize("num_stages", [0, 7])
 def test_impossible_stages_are_refused(num_stages):
     with pytest.raises(ConfigError, match="pipeline stages"):
-        split_stages(num_stages, 4)
+        split_stages(num_stages, units(4))
 
 
 def test_interleaved_stages_are_dealt_in_turn():
@@ -207,13 +227,15 @@ def test_stages_lie_in_their_ranks_files():
         "__2_0.distcp",
         "__3_0.distcp",
     }
-    interleaved = boxes_for_mesh(parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, args.num_layers))
+    interleaved = boxes_for_mesh(
+        parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, units(args.num_layers))
+    )
     # four stages: embedding + layer 0 | layers 1, 2 | layer 3 | norm + output
     assert any(n.startswith("layers.3.") for n, _ in interleaved["__0_0.distcp"])
     assert any(n.startswith("layers.2.") for n, _ in interleaved["__1_0.distcp"])
     ranks = ranks_of_stages(4, 2, v_shaped=True)
     v_shaped = boxes_for_mesh(
-        parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, args.num_layers), stage_ranks=ranks
+        parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, units(args.num_layers)), stage_ranks=ranks
     )
     assert ranks == (0, 1, 1, 0)
     assert any(n == "output.weight" for n, _ in v_shaped["__0_0.distcp"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from converters.families.llama3 import FLAVORS
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.models.decoder import Transformer
+from trainer.models.units import Unit
 from trainer.parallel.activation_checkpoint import (
     _kept_operations,
     _matrix_products,
@@ -134,10 +136,9 @@ class Layer(nn.Module):
 
 def run_layer(forward, **settings) -> torch.Tensor:
     """The gradient of a layer's weight, the layer being computed again in backward."""
-    model = nn.Module()
-    model.layers = nn.ModuleDict({"0": Layer(forward)})
+    layer = Layer(forward)
+    model = SimpleNamespace(units=lambda: [Unit("blocks.0", layer)])
     apply_activation_checkpoint(model, ActivationCheckpoint(mode="full", **settings))
-    layer = model.layers["0"]
     torch.manual_seed(1)
     layer(torch.ones(4)).sum().backward()
     return layer.weight.grad

@@ -26,13 +26,17 @@ from trainer.parallel.stages import (
 )
 
 
+def units(num_layers: int) -> list[str]:
+    return ["tok_embeddings", *(f"layers.{number}" for number in range(num_layers)), "norm", "output"]
+
+
 def test_one_stage_per_rank_or_two_for_looped_schedules():
-    split = split_model(Parallelism(pipeline_parallel_schedule="1F1B"), 8, 2)
+    split = split_model(Parallelism(pipeline_parallel_schedule="1F1B"), units(8), 2)
     assert split.modules == (
         ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3"),
         ("layers.4", "layers.5", "layers.6", "layers.7", "norm", "output"),
     )
-    split = split_model(Parallelism(pipeline_parallel_schedule="Interleaved1F1B"), 8, 2)
+    split = split_model(Parallelism(pipeline_parallel_schedule="Interleaved1F1B"), units(8), 2)
     assert split.num_stages == 4
     assert [split.stages_of(rank) for rank in range(2)] == [[0, 2], [1, 3]]
     assert not split.first_and_last_on_one_rank
@@ -40,21 +44,21 @@ def test_one_stage_per_rank_or_two_for_looped_schedules():
 
 def test_the_61_layers_of_deepseek_v3_over_two_stages_of_eight_ranks():
     """As torchtitan v0.2.2's generate_llm_fqn_per_model_part, which counts the two ends as a layer each."""
-    split = split_model(Parallelism(pipeline_parallel_schedule="Interleaved1F1B"), 61, 8)
+    split = split_model(Parallelism(pipeline_parallel_schedule="Interleaved1F1B"), units(61), 8)
     num_layers = [sum(name.startswith("layers.") for name in modules) for modules in split.modules]
     assert num_layers == [3, *[4] * 14, 2]
     assert split.modules[7] == ("layers.27", "layers.28", "layers.29", "layers.30")
 
 
 def test_a_v_goes_there_and_back_again():
-    split = split_model(Parallelism(pipeline_parallel_schedule="ZBVZeroBubble"), 8, 3)
+    split = split_model(Parallelism(pipeline_parallel_schedule="ZBVZeroBubble"), units(8), 3)
     assert split.ranks == (0, 1, 2, 2, 1, 0) and split.first_and_last_on_one_rank
     assert [split.stages_of(rank) for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_layers_per_stage_counts_embedding_and_output_as_layers():
     parallelism = Parallelism(pipeline_parallel_schedule="LoopedBFS", pipeline_parallel_layers_per_stage=4)
-    sizes = [len(modules) for modules in split_model(parallelism, 126, 16).modules]  # Llama 3 405B
+    sizes = [len(modules) for modules in split_model(parallelism, units(126), 16).modules]  # Llama 3 405B
     assert sizes == [4] * 31 + [5]  # the first has 3 layers and the embedding, the last 3 and norm and output
 
 
@@ -65,22 +69,24 @@ def test_the_first_and_the_last_stage_get_as_many_layers_less_as_asked(first, la
     parallelism = Parallelism(
         pipeline_parallel_first_stage_less_layers=first, pipeline_parallel_last_stage_less_layers=last
     )
-    stages = split_model(parallelism, 8, 2).modules
+    stages = split_model(parallelism, units(8), 2).modules
     assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == sizes
 
 
 def test_without_a_pipeline_everything_is_one_stage():
-    assert split_model(Parallelism(), 2, 1).modules == (("tok_embeddings", "layers.0", "layers.1", "norm", "output"),)
+    assert split_model(Parallelism(), units(2), 1).modules == (
+        ("tok_embeddings", "layers.0", "layers.1", "norm", "output"),
+    )
 
 
 def test_stages_written_out_are_taken_as_they_are():
     explicit = (("tok_embeddings",), ("layers.0", "layers.1", "norm", "output"))
-    assert split_model(Parallelism(module_fqns_per_model_part=explicit), 2, 2).modules == explicit
+    assert split_model(Parallelism(module_fqns_per_model_part=explicit), units(2), 2).modules == explicit
 
 
 def test_more_stages_than_layers():
     with pytest.raises(ConfigError, match="cannot be split"):
-        split_model(Parallelism(), 2, 8)
+        split_model(Parallelism(), units(2), 8)
 
 
 def test_a_stage_keeps_its_modules_under_their_names():
@@ -125,7 +131,7 @@ def test_what_is_let_through_is_what_torch_takes(schedule):
         parallelism = Parallelism(
             pipeline_parallel_schedule=schedule, pipeline_parallel_layers_per_stage=1, **dict.fromkeys(ENDS, 0)
         )
-        problems = stage_problems(parallelism, Training(local_batch_size=num_microbatches), pp * per_rank, pp)
+        problems = stage_problems(parallelism, Training(local_batch_size=num_microbatches), units(pp * per_rank), pp)
         if per_rank in ((2, 3) if schedule in LOOPED_SCHEDULES else (2,) if schedule in V_SCHEDULES else (1,)):
             runs = schedule_of(parallelism, num_microbatches=num_microbatches, pp=pp)
             assert torch_takes(runs, pp, pp * per_rank, num_microbatches) == (not problems), problems
@@ -164,7 +170,7 @@ ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_sta
     ],
 )
 def test_everything_that_does_not_fit_is_reported_with_the_nearest_that_does(keys, batch, expected):
-    problems = "\n".join(stage_problems(Parallelism(**keys), Training(local_batch_size=batch), 14, 2))
+    problems = "\n".join(stage_problems(Parallelism(**keys), Training(local_batch_size=batch), units(14), 2))
     for text in expected:
         assert text in problems
 

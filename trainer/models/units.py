@@ -1,0 +1,34 @@
+"""The units of a model: modules that are gathered, recomputed and compiled at once, and that make pipeline stages."""
+
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+
+class Unit(NamedTuple):
+    """A module of a model.
+
+    `place`: in front of the blocks, one of them, or behind them. The last ones are gathered together and stay so for
+    backward, which needs them first; an embedding whose weight is the output's is with them.
+    """
+
+    name: str  # FQN
+    module: nn.Module
+    place: Literal["first", "block", "last"] = "block"
+    number: int = 0  # of a block, in the whole model
+
+
+class ModelPart(nn.Module):
+    """A model, or the units of it that a pipeline stage has. Its forward takes the input, and others by name."""
+
+    def units(self) -> list[Unit]:
+        """The units that this part has, in the order of forward."""
+        raise NotImplementedError
+
+    def tie(self) -> None:
+        """Make modules share the parameters that they have in common, after parameters were replaced."""
+
+
+def blocks_of(model: ModelPart) -> list[Unit]:
+    """The blocks among a model's units."""
+    return [unit for unit in model.units() if unit.place == "block"]
