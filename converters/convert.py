@@ -136,7 +136,7 @@ def _report(
     catalog, info, target = weights.catalog, plan.contents.info, plan.work.target
     quantization, ledger = plan.quantization, weights.source.ledger
     known = quantization.known if quantization else None
-    is_indexed = catalog.container == "safetensors" and request.src.is_dir()
+    is_indexed = catalog.container == "safetensors" and not catalog.is_lone_file
     all_remarks = [
         _describe_long_files(target.file_bytes, request.options.shard_bytes),
         describe_mtp(weights.num_mtp_layers, plan.dropped),
@@ -145,7 +145,7 @@ def _report(
         unchecked_remark(catalog, plan.work.vouched),
         *remarks,
         *catalog.notes,
-        *(index_remarks(catalog.root, catalog.num_bytes) if is_indexed else []),
+        *(index_remarks(catalog.store, catalog.num_bytes) if is_indexed else []),
         *done.remarks,
     ]
     return ConvertReport(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from converters.naming.native_view import Reading
 from converters.source.models_inside import SeveralModels
 from converters.source.open import open_checkpoint
 from converters.source.weights import model_part, native_weights
+from converters.store.location import Place
 from converters.views.catalog import Catalog
 from converters.views.compare import Deviation, first_differing_block, measure_gap
 from converters.views.expressions import HeadRows, Source, Transpose
@@ -86,11 +86,11 @@ class _Side:
 
 
 def diff(
-    a: Path | str,
-    b: Path | str,
+    a: Place,
+    b: Place,
     *,
     select: Sequence[str] = (),
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     progress: Progress = no_progress,
 ) -> DiffReport:
     """Compare `a` with `b`: structure, dtypes, values; of DCP checkpoints also the other sections.
@@ -100,7 +100,7 @@ def diff(
     `select`: the model of a checkpoint that holds several; two names are that of `a` and that of `b`.
     """
     with ExitStack() as stack:
-        side_a, side_b = _open_both(_opened(Path(a), Path(b), select), model_from, stack)
+        side_a, side_b = _open_both(_opened(a, b, select), model_from, stack)
         differences, notes = _model_differences(side_a.info, side_b.info)
         not_compared = {}
         sections = [_section_names(side) for side in (side_a, side_b)]
@@ -135,7 +135,7 @@ def _leave_out(side: _Side, why: str) -> dict[str, str]:
     return dict.fromkeys((name.partition(".")[0] for name in side.extras), why)
 
 
-def _opened(a: Path, b: Path, select: Sequence[str]) -> list[Catalog]:
+def _opened(a: Place, b: Place, select: Sequence[str]) -> list[Catalog]:
     """Both catalogs. One name in `select` is of the side that holds several models, or of both."""
     if len(select) > 2:
         raise ConfigError("--select: at most two names, the model of A and that of B")
@@ -154,7 +154,7 @@ def _opened(a: Path, b: Path, select: Sequence[str]) -> list[Catalog]:
     return catalogs
 
 
-def _open_both(catalogs: Sequence[Catalog], model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
+def _open_both(catalogs: Sequence[Catalog], model_from: Place | None, stack: ExitStack) -> tuple[_Side, _Side]:
     says = [describes_model(catalog.root) for catalog in catalogs]
     # If only one describes its model, the other is read as the same
     places = [

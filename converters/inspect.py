@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from converters.common.box import Box, TensorInfo, count_dtypes
@@ -24,6 +23,7 @@ from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.source.model_from import find_model_info
 from converters.source.open import open_checkpoint
 from converters.source.weights import model_part, naming_of, native_weights, quantized_tensors
+from converters.store.location import Place
 from converters.views.catalog import Catalog
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
@@ -65,7 +65,7 @@ class Inspection:
 
 
 def inspect_checkpoint(
-    path: Path | str, *, fold: bool = True, select: str | None = None, model_from: Path | str | None = None
+    path: Place, *, fold: bool = True, select: str | None = None, model_from: Place | None = None
 ) -> Inspection:
     """Describe a checkpoint of any format. Reads headers and small values, and no tensor but the step.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import MANIFEST
@@ -24,33 +23,34 @@ from converters.integrity.checks import (
 from converters.integrity.verify_report import Changes, Check, VerifyReport
 from converters.source.models_inside import ROOT
 from converters.source.open import open_checkpoint, require_exists
-from converters.store.hf_cache import snapshot_of
+from converters.store.base import open_store
+from converters.store.location import Location, Place, locate
 from converters.store.manifest import Manifest, check_files, read_manifest
 from converters.store.paths import refuse_links_out
 from converters.views.catalog import Catalog
 
 
 def verify(
-    path: Path | str,
+    place: Place,
     *,
     quick: bool = False,
     accept: bool = False,
     select: str | None = None,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     progress: Progress = no_progress,
 ) -> VerifyReport:
-    """Make every check that is possible for `path`. `quick` reads headers and small files, and no tensor.
+    """Make every check that is possible for a checkpoint. `quick` reads headers and small files, and no tensor.
 
     `accept`: the folder was changed on purpose: list what differs from its manifest, and replace the manifest if no
     check fails. `model_from`: a folder that describes the model, if the checkpoint does not. `select`: the model
     whose names and shapes are checked, if the checkpoint holds several.
 
-    Raises CheckpointError if there is nothing at `path`, or nothing to accept; a checkpoint that does not open is a
+    Raises CheckpointError if there is nothing at `place`, or nothing to accept; a checkpoint that does not open is a
     failed check.
     """
-    path = Path(path)
+    path = locate(place)
     require_exists(path)
-    changed = changed_folder(path) if accept else None
+    changed = changed_folder(path.path) if accept else None
     if changed and changed.manifest.selected:
         select = select or ROOT
     try:
@@ -67,14 +67,14 @@ def verify(
             raise
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message), *checks), 0, 0, {})
     checks = [check_structure(catalog)]
-    checks += check_container(catalog, is_folder=path.is_dir())
+    checks += check_container(catalog, is_folder=not catalog.is_lone_file)
     checks += check_reading(catalog)
     model_check, rules = check_model(catalog, model_from)
     checks.append(model_check)
     if changed:
         more, non_finite, changes = _accept(catalog, changed, checks, rules, progress)
     else:
-        (more, non_finite), changes = _compare(catalog, path, rules, progress, quick=quick), None
+        (more, non_finite), changes = _compare(catalog, rules, progress, quick=quick), None
     num_tensors, num_bytes = len(catalog.tensors), catalog.num_bytes
     return VerifyReport(str(path), catalog.container, (*checks, *more), num_tensors, num_bytes, non_finite, changes)
 
@@ -100,11 +100,11 @@ def _accept(
 
 
 def _compare(
-    catalog: Catalog, path: Path, rules: DigestRules, progress: Progress, *, quick: bool
+    catalog: Catalog, rules: DigestRules, progress: Progress, *, quick: bool
 ) -> tuple[list[Check], dict[str, int]]:
     """Compare files and values with the manifest: checks, and the number of NaN or infinite values by tensor."""
-    manifest = _manifest_for(catalog, path)
-    files = _check_files(catalog, manifest, path, quick=quick)
+    manifest = _manifest_for(catalog)
+    files = _check_files(catalog, manifest, quick=quick)
     if quick:
         return [files, Check("values", "not done", "no tensor was read (--quick)")], {}
     if files.outcome == "failed":
@@ -114,21 +114,22 @@ def _compare(
     return [files, values], non_finite
 
 
-def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
+def _check_unopened(path: Location, *, quick: bool) -> list[Check]:
     """Compare all files of a folder that does not open with its manifest or the hub's checksums, to name every one.
 
     Nothing is read if links lead out of the folder.
     """
-    if quick or not path.is_dir():
+    store, file = open_store(path)
+    if quick or file:
         return []
     try:
-        path = snapshot_of(path)
-        refuse_links_out(path, [path / MANIFEST])
-        manifest = read_manifest(path)
+        root = store.local(name for name in store.names() if name == MANIFEST)
+        refuse_links_out(root, [root / MANIFEST])
+        manifest = read_manifest(root)
         if manifest is None:
-            return check_downloaded(path)
-        refuse_links_out(path, [path / name for name in manifest.files])
-        return [judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path, manifest=manifest))]
+            return check_downloaded(root)
+        refuse_links_out(root, [root / name for name in manifest.files])
+        return [judge("files", f"against size and CRC32 in {MANIFEST}", check_files(store, manifest=manifest))]
     except (CheckpointError, OSError):  # the manifest or a link, which opening has reported already
         return []
 
@@ -151,15 +152,15 @@ def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, ru
     )
 
 
-def _manifest_for(catalog: Catalog, path: Path) -> Manifest | None:
+def _manifest_for(catalog: Catalog) -> Manifest | None:
     """The manifest of a folder; for a single file that of its folder, if it lists the file and its tensors."""
     manifest = catalog.manifest
-    if manifest is None or path.is_dir():
+    if manifest is None or not catalog.is_lone_file:
         return manifest
-    return manifest if path.name in manifest.files and catalog.tensors.keys() <= manifest.tensors.keys() else None
+    return manifest if catalog.file in manifest.files and catalog.tensors.keys() <= manifest.tensors.keys() else None
 
 
-def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, quick: bool) -> Check:
+def _check_files(catalog: Catalog, manifest: Manifest | None, *, quick: bool) -> Check:
     """Compare every byte with the manifest; without one, with the hub's checksums, or the container's CRC32s."""
     if manifest is not None:
         if quick:
@@ -167,14 +168,14 @@ def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, qui
             detail = (
                 f"sizes of {len(manifest.files)} files against {MANIFEST}, CRC32 of the {len(small)} without tensors"
             )
-            return judge("files", detail, check_files(catalog.root, small, manifest=manifest))
-        if path.is_file():
-            problems = check_files(catalog.root, [path.name], manifest=manifest)
-            return judge("files", f"{path.name} against size and CRC32 in {MANIFEST}", problems)
-        problems = check_files(catalog.root, manifest=manifest)
+            return judge("files", detail, check_files(catalog.store, small, manifest=manifest))
+        if catalog.is_lone_file:
+            problems = check_files(catalog.store, [catalog.file], manifest=manifest)
+            return judge("files", f"{catalog.file} against size and CRC32 in {MANIFEST}", problems)
+        problems = check_files(catalog.store, manifest=manifest)
         detail = f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}"
         return judge("files", detail + (", rewritten by --accept" if manifest.accepted else ""), problems)
-    if downloaded := [] if quick else check_downloaded(catalog.root, None if path.is_dir() else [path.name]):
+    if downloaded := [] if quick else check_downloaded(catalog.root, [catalog.file] if catalog.is_lone_file else None):
         return downloaded[0]
     if not CONTAINERS[catalog.container].has_checksums:
         return Check("files", "not possible", f"safetensors carries no checksums, and there is no {MANIFEST}")

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from converters.store.base import Store
 from converters.views.catalog import Catalog
 
 
@@ -11,7 +11,7 @@ from converters.views.catalog import Catalog
 class FolderFiles:
     """The files of a checkpoint folder, sorted by what their names say."""
 
-    path: Path
+    store: Store
     entry: str  # the file or index that transformers opens; "" if there is none
     dcp_metadata: tuple[str, ...]
     safetensors: tuple[str, ...]

@@ -1,38 +1,35 @@
 """Open a DCP folder as a catalog: metadata only; the items are located when they are read."""
 
-from pathlib import Path
-
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.common.names import DCP_METADATA
 from converters.containers.base import Container, FolderFiles
 from converters.containers.dcp_metadata import DcpEntries, parse_metadata
 from converters.containers.dcp_ranks import check_ranks, join_ranks, rank_metadata_files
-from converters.containers.sniff import refuse_foreign_files
-from converters.store.paths import checked_file_size
+from converters.containers.sniff import first_bytes, is_safetensors, refuse_foreign_files
+from converters.store.base import Store, read_bytes
 from converters.views.catalog import Catalog
 from converters.views.cover import require_cover
 
 
-def read_catalog(path: Path) -> Catalog:
+def read_catalog(store: Store) -> Catalog:
     """The catalog of a DCP folder. Raises CheckpointError, listing every file that is missing or too short."""
-    if (path / DCP_METADATA).exists():
-        entries = _read_metadata(path, DCP_METADATA)
-        _check_extents(path, [entries])
+    names = store.names()
+    if DCP_METADATA in names:
+        entries = _read_metadata(store, DCP_METADATA)
+        _check_extents(store, [entries])
     else:
-        names = sorted(entry.name for entry in path.iterdir())
-        check_ranks(path, names)
-        ranks = [_read_metadata(path, name) for name in rank_metadata_files(names)]
-        _check_extents(path, ranks)
-        entries = join_ranks(path, ranks)
-    return Catalog(path, "dcp", entries.tensors, entries.blobs, entries.planner_data)
+        check_ranks(store, names)
+        ranks = [_read_metadata(store, name) for name in rank_metadata_files(names)]
+        _check_extents(store, ranks)
+        entries = join_ranks(store, ranks)
+    return Catalog(store, "dcp", entries.tensors, entries.blobs, entries.planner_data)
 
 
-def _read_metadata(path: Path, name: str) -> DcpEntries:
-    checked_file_size(path, name)
-    return parse_metadata((path / name).read_bytes(), what=str(path / name))
+def _read_metadata(store: Store, name: str) -> DcpEntries:
+    return parse_metadata(read_bytes(store, name), what=str(store.location / name))
 
 
-def _check_extents(path: Path, ranks: list[DcpEntries]) -> None:
+def _check_extents(store: Store, ranks: list[DcpEntries]) -> None:
     """Check that every file exists and is long enough for its items."""
     ends: dict[str, int] = {}
     for entries in ranks:
@@ -46,36 +43,35 @@ def _check_extents(path: Path, ranks: list[DcpEntries]) -> None:
     problems = []
     for file, end in ends.items():
         try:
-            size = checked_file_size(path, file)
+            size = store.size(file)
         except CheckpointError as error:
             problems.append(error.message)
             continue
         if size < end:
-            problems.append(f"{path / file}: {size:,} bytes, but .metadata places items up to byte {end:,}")
+            problems.append(f"{store.location / file}: {size:,} bytes, but .metadata places items up to byte {end:,}")
     if problems:
         raise CheckpointError(
-            f"{path}: the checkpoint is incomplete:{list_offenders(problems)}",
+            f"{store.location}: the checkpoint is incomplete:{list_offenders(problems)}",
             hint="it was truncated while being written or copied; use another copy",
         )
     if ends:
-        _refuse_safetensors_inside(path, next(iter(ends)))
+        _refuse_safetensors_inside(store, next(iter(ends)))
 
 
-def _refuse_safetensors_inside(path: Path, file: str) -> None:
+def _refuse_safetensors_inside(store: Store, file: str) -> None:
     """FileSystemWriter(serialization_format=SAFETENSORS) writes what neither dcp.load nor safetensors can read."""
-    with (path / file).open("rb") as opened:
-        start = opened.read(9)
-    if start[:2] != b"PK" and start[8:9] == b"{":
+    start = first_bytes(store, file)
+    if start[:2] != b"PK" and is_safetensors(start):
         raise UnsupportedError(
-            f"{path / file}: a safetensors body inside of a DCP file, which torch itself cannot load",
+            f"{store.location / file}: a safetensors body inside of a DCP file, which torch itself cannot load",
             hint="it was saved with SerializationFormat.SAFETENSORS; save it again without, or with "
             "HuggingFaceStorageWriter",
         )
 
 
 def _open_folder(files: FolderFiles) -> Catalog:
-    refuse_foreign_files(files.path, files.dcp_metadata, pickles=True)
-    return require_cover(read_catalog(files.path))
+    refuse_foreign_files(files.store, files.dcp_metadata, pickles=True)
+    return require_cover(read_catalog(files.store))
 
 
 DCP = Container(

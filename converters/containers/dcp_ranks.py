@@ -4,17 +4,15 @@ Such checkpoints are not deduplicated: what several ranks hold (norms under HSDP
 Copies are dropped only if their CRC32s agree.
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.containers.dcp_item import ItemData, read_blob_item, read_item
 from converters.containers.dcp_metadata import DcpEntries
-from converters.store.paths import checked_file_size
+from converters.store.base import Store, read_bytes, reading_part
 from converters.views.catalog import BlobEntry, Chunk, TensorEntry
 
 _METADATA = re.compile(r"__(0|[1-9]\d*)\.metadata")
@@ -27,18 +25,19 @@ def rank_metadata_files(names: Iterable[str]) -> list[str]:
     return sorted(ranks, key=ranks.__getitem__)
 
 
-def check_ranks(folder: Path, names: Sequence[str]) -> None:
+def check_ranks(store: Store, names: Sequence[str]) -> None:
     """Raise CheckpointError if a rank's metadata is missing: between others, or for a rank with data."""
     found = {int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
     with_data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
     if missing := sorted((with_data | set(range(max(found)))) - found):
         raise CheckpointError(
-            f"{folder}: metadata of ranks is missing:" + list_offenders([f"__{rank}.metadata" for rank in missing]),
+            f"{store.location}: metadata of ranks is missing:"
+            + list_offenders([f"__{rank}.metadata" for rank in missing]),
             hint="the save was interrupted, or the files were not copied",
         )
 
 
-def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
+def join_ranks(store: Store, ranks: Sequence[DcpEntries]) -> DcpEntries:
     """Join the lists of all ranks. Raises CheckpointError if ranks hold different data under one name."""
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, BlobEntry] = {}
@@ -54,23 +53,23 @@ def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
             chunks = {chunk.box: chunk for chunk in joined.chunks}
             fresh = [chunk for chunk in entry.chunks if chunk.box not in chunks and chunk.box.num_elements]
             for chunk in entry.chunks:
-                if chunk.box in chunks and (why := _chunks_differ(folder, fqn, chunks[chunk.box], chunk)):
+                if chunk.box in chunks and (why := _chunks_differ(store, fqn, chunks[chunk.box], chunk)):
                     problems.append(f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: {why}")
             tensors[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (*joined.chunks, *fresh))
         for fqn, blob in entries.blobs.items():
-            if not _same_blob(folder, blobs.setdefault(fqn, blob), blob):
+            if not _same_blob(store, blobs.setdefault(fqn, blob), blob):
                 problems.append(f"{fqn}: another value in {blob.file} than in {blobs[fqn].file}")
     if problems:
         raise UnsupportedError(
-            f"{folder}: saved without rank coordination, and ranks hold different data under one name:"
+            f"{store.location}: saved without rank coordination, and ranks hold different data under one name:"
             + list_offenders(problems),
             hint="load it in a job of as many ranks and save it again without use_collectives=False",
         )
     return DcpEntries(tensors, blobs, planner_data)
 
 
-def _chunks_differ(folder: Path, fqn: str, one: Chunk, other: Chunk) -> str:
-    a, b = _item(folder, fqn, one), _item(folder, fqn, other)
+def _chunks_differ(store: Store, fqn: str, one: Chunk, other: Chunk) -> str:
+    a, b = _item(store, fqn, one), _item(store, fqn, other)
     if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides) or a.record[1] != b.record[1]:
         return f"not laid out as in {one.file}"
     if a.crc32 is None or b.crc32 is None:
@@ -78,25 +77,17 @@ def _chunks_differ(folder: Path, fqn: str, one: Chunk, other: Chunk) -> str:
     return "" if a.crc32 == b.crc32 else f"other values than in {one.file}"
 
 
-def _item(folder: Path, fqn: str, chunk: Chunk) -> ItemData:
+def _item(store: Store, fqn: str, chunk: Chunk) -> ItemData:
     assert chunk.item is not None
     start, length = chunk.item
-    checked_file_size(folder, chunk.file)
-    descriptor = os.open(folder / chunk.file, os.O_RDONLY)
-    try:
-        return read_item(
-            lambda offset, num: os.pread(descriptor, num, start + offset),
-            length,
-            what=f"{folder / chunk.file}: {fqn} at {list(chunk.box.offsets)}",
-        )
-    finally:
-        os.close(descriptor)
+    what = f"{store.location / chunk.file}: {fqn} at {list(chunk.box.offsets)}"
+    return read_item(reading_part(store, chunk.file, start, length), length, what=what)
 
 
-def _same_blob(folder: Path, one: BlobEntry, other: BlobEntry) -> bool:
+def _same_blob(store: Store, one: BlobEntry, other: BlobEntry) -> bool:
     if one is other:
         return True
-    left, right = _blob(folder, one), _blob(folder, other)
+    left, right = _blob(store, one), _blob(store, other)
     if left == right:
         return True
     with suppress(CheckpointError):  # two encodings of one plain value
@@ -105,8 +96,5 @@ def _same_blob(folder: Path, one: BlobEntry, other: BlobEntry) -> bool:
     return False
 
 
-def _blob(folder: Path, blob: BlobEntry) -> bytes:
-    checked_file_size(folder, blob.file)
-    with (folder / blob.file).open("rb") as file:
-        file.seek(blob.byte_offset)
-        return file.read(blob.length)
+def _blob(store: Store, blob: BlobEntry) -> bytes:
+    return read_bytes(store, blob.file, blob.byte_offset, blob.length)

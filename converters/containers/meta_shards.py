@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from fnmatch import fnmatch
 from typing import Any
 
 from converters.common.box import Box
@@ -22,6 +22,7 @@ from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Ro
 from converters.families.registry import read_meta_params
 from converters.naming.meta_names import as_loaded, meta_parameters
 from converters.naming.namings import drop_reason
+from converters.store.base import Store, read_bytes
 from converters.store.json_file import read_json
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 
@@ -30,63 +31,63 @@ _STATE = "._extra_state"
 _ROOT = re.compile(r"consolidated\.(\d+)")  # the folder in the zip of consolidated.01.pth, as torch.save names it
 
 
-def read_catalog(path: Path) -> Catalog:
+def read_catalog(store: Store) -> Catalog:
     """The catalog of a folder of shards; the chunks of a tensor are in all of them.
 
     Raises CheckpointError with all offenders: missing or misnamed files, shards that differ in names, shapes or
     dtypes, and shapes that params.json does not explain. Copies are listed in `Catalog.copies`, not compared.
     """
-    files = _shard_files(path)
-    if not (path / META_PARAMS).exists():
+    files = _shard_files(store)
+    if META_PARAMS not in store.names():
         raise CheckpointError(
-            f"{path}: {META_PARAMS} is missing", hint="an original release has it next to the weights"
+            f"{store.location}: {META_PARAMS} is missing", hint="an original release has it next to the weights"
         )
-    shards = _without_states(path, _open_all(path, files))
-    _require_own_names(path, files)
-    shards = _as_loaded(path, shards)
+    shards = _without_states(store, _open_all(store, files))
+    _require_own_names(store, files)
+    shards = _as_loaded(store, shards)
     if len(files) == 1:
-        _require_whole(path, files, shards[0])
+        _require_whole(store, files, shards[0])
         shards[0].container = "meta"
         return shards[0]
-    of_ranks = _of_ranks(path, shards)
-    _require_alike(path, files, shards, of_ranks)
-    return _join(path, files, shards, of_ranks)
+    of_ranks = _of_ranks(store, shards)
+    _require_alike(store, files, shards, of_ranks)
+    return _join(store, files, shards, of_ranks)
 
 
-def _shard_files(path: Path) -> list[str]:
+def _shard_files(store: Store) -> list[str]:
     """The names consolidated.00.pth, 01, 02 …; none may be missing."""
-    files = sorted(p.name for p in path.glob("consolidated.*.pth"))
+    files = [name for name in store.names() if fnmatch(name, "consolidated.*.pth")]
     numbers = [int(m.group(1)) for name in files if (m := re.fullmatch(r"consolidated\.(\d{2,3})\.pth", name))]
     wanted = [META_SHARD.format(index=index) for index in range(max(numbers, default=0) + 1)]
     problems = [f"{name}: missing" for name in wanted if name not in files]
     problems += [f"{name}: not the name of a shard" for name in files if name not in wanted]
     if problems:
         raise CheckpointError(
-            f"{path}: the shards are not {META_SHARD.format(index=0)}, {META_SHARD.format(index=1)} and so on:"
-            + list_offenders(problems),
+            f"{store.location}: the shards are not {META_SHARD.format(index=0)}, {META_SHARD.format(index=1)} and so "
+            f"on:{list_offenders(problems)}",
             hint=f"found: {', '.join(files[:16])}",
         )
     return wanted
 
 
-def _open_all(path: Path, files: Sequence[str]) -> list[Catalog]:
+def _open_all(store: Store, files: Sequence[str]) -> list[Catalog]:
     shards, errors = [], []
     for file in files:
         try:
-            shards.append(torch_file.read_catalog(path / file))
+            shards.append(torch_file.read_catalog(store, file))
         except TitanError as error:
             errors.append(error)
     if len(errors) == 1:
         raise errors[0]
     if errors:
         raise CheckpointError(
-            f"{path}: {len(errors)} shards cannot be opened:" + list_offenders([e.message for e in errors]),
+            f"{store.location}: {len(errors)} shards cannot be opened:" + list_offenders([e.message for e in errors]),
             hint=errors[0].hint,
         )
     return shards
 
 
-def _without_states(path: Path, shards: list[Catalog]) -> list[Catalog]:
+def _without_states(store: Store, shards: list[Catalog]) -> list[Catalog]:
     """The shards without the states of float8 kernels, which are bytes in Llama 4's files; a note says so."""
     for shard in shards:
         states = [name for name in shard.values if name.endswith(_STATE)]
@@ -96,14 +97,14 @@ def _without_states(path: Path, shards: list[Catalog]) -> list[Catalog]:
     return shards
 
 
-def _as_loaded(path: Path, shards: list[Catalog]) -> list[Catalog]:
+def _as_loaded(store: Store, shards: list[Catalog]) -> list[Catalog]:
     """The shards with the tensors that Meta's code makes of them as it loads them."""
-    params = read_json(path / META_PARAMS)
+    params = read_json(store.local([META_PARAMS]) / META_PARAMS)
     try:
         family, args = read_meta_params(params, _vocabulary_shapes(params, shards[0], len(shards)))
     except TitanError as error:
         if len(shards) > 1 and "moe_args" in params:  # shards of a release that is refused may differ in other ways
-            raise type(error)(f"{path}: {error.message}", hint=error.hint, tries=error.tries) from error
+            raise type(error)(f"{store.location}: {error.message}", hint=error.hint, tries=error.tries) from error
         return shards  # reported when they are joined, or the model is read
     if args.num_layers > len(shards[0].tensors):
         return shards
@@ -111,25 +112,24 @@ def _as_loaded(path: Path, shards: list[Catalog]) -> list[Catalog]:
     return [as_loaded(shard, stored) for shard in shards] if stored else shards
 
 
-def _require_own_names(path: Path, files: Sequence[str]) -> None:
+def _require_own_names(store: Store, files: Sequence[str]) -> None:
     """Raise CheckpointError for renamed shards: torch.save writes a file's name into it (other writers do not)."""
     renamed = []
     for number, file in enumerate(files):
-        with (path / file).open("rb") as opened:
-            start = opened.read(128)  # the first entry's header, which was checked when the zip was opened
+        start = read_bytes(store, file, 0, 128)  # the first entry's header, which was checked when the zip was opened
         root = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode(errors="replace").partition("/")[0]
         if (match := _ROOT.fullmatch(root)) and int(match.group(1)) != number:
             renamed.append(f"{file}: was written as {root}.pth")
     if renamed:
         raise CheckpointError(
-            f"{path}: renamed shards:" + list_offenders(renamed),
+            f"{store.location}: renamed shards:" + list_offenders(renamed),
             hint="in another order they are another model; restore their names",
         )
 
 
-def _of_ranks(path: Path, shards: Sequence[Catalog]) -> dict[str, TensorEntry]:
+def _of_ranks(store: Store, shards: Sequence[Catalog]) -> dict[str, TensorEntry]:
     """The dropped tensors that each rank has its own of, such as parts of a vision encoder, as one shard has them."""
-    params = read_json(path / META_PARAMS)
+    params = read_json(store.local([META_PARAMS]) / META_PARAMS)
     try:
         family, _ = read_meta_params(params, _vocabulary_shapes(params, shards[0], len(shards)))
     except TitanError:
@@ -143,7 +143,7 @@ def _of_ranks(path: Path, shards: Sequence[Catalog]) -> dict[str, TensorEntry]:
 
 
 def _require_alike(
-    path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks: Mapping[str, TensorEntry]
+    store: Store, files: Sequence[str], shards: Sequence[Catalog], of_ranks: Mapping[str, TensorEntry]
 ) -> None:
     """Raise CheckpointError unless all shards have the same names, shapes and dtypes, but for those `of_ranks`."""
     problems = []
@@ -158,7 +158,7 @@ def _require_alike(
         ]
     if problems:
         raise CheckpointError(
-            f"{path}: the shards have different contents:" + list_offenders(problems),
+            f"{store.location}: the shards have different contents:" + list_offenders(problems),
             hint="shards of one model hold the same names, shapes and dtypes",
         )
 
@@ -170,10 +170,12 @@ def _describe(shard: Catalog, fqn: str) -> str:
     return f"{shard.values[fqn]!r:.60}" if fqn in shard.values else "nothing"
 
 
-def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks: Mapping[str, TensorEntry]) -> Catalog:
+def _join(
+    store: Store, files: Sequence[str], shards: Sequence[Catalog], of_ranks: Mapping[str, TensorEntry]
+) -> Catalog:
     first, count = shards[0], len(shards)
-    args, parameters, dropped = _model(path, first, count)
-    catalog = Catalog(path, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
+    args, parameters, dropped = _model(store, first, count)
+    catalog = Catalog(store, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
     catalog.unread = dict(first.unread)
     problems, matching_counts, cut = [], set(), []
     catalog.tensors |= of_ranks
@@ -205,28 +207,30 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog], of_ranks:
             matching_counts.add(_right_count(parameter, entry.shape))
     if problems:
         if _VOCABULARY.issuperset(cut):  # no other weight matches
-            _require_count(path, files, matching_counts)
+            _require_count(store, files, matching_counts)
         raise CheckpointError(
-            f"{path}: {count} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
+            f"{store.location}: {count} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
             hint="they are of another model, or there is one too many",
         )
-    _require_no_doubles(path, files, shards, cut)
+    _require_no_doubles(store, files, shards, cut)
     return catalog
 
 
-def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[str, Parameter], set[str]]:
+def _model(store: Store, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[str, Parameter], set[str]]:
     """Numbers and full shapes of params.json (the vocabulary's size may be that of the weights), and dropped names.
 
     Nothing else is taken from the weights: half of the shards would make a consistent half of a model.
     """
-    params = read_json(path / META_PARAMS)
+    params = read_json(store.local([META_PARAMS]) / META_PARAMS)
     shapes = _vocabulary_shapes(params, shard, count)
     try:
         family, args = read_meta_params(params, shapes)
     except TitanError as error:
-        raise type(error)(f"{path}: {error.message}", hint=error.hint, tries=error.tries) from None
+        raise type(error)(f"{store.location}: {error.message}", hint=error.hint, tries=error.tries) from None
     if args.num_layers > len(shard.tensors):  # checked before names are made for billions of layers
-        raise CheckpointError(f"{path}: {len(shard.tensors)} tensors are too few for {args.num_layers:,} layers")
+        raise CheckpointError(
+            f"{store.location}: {len(shard.tensors)} tensors are too few for {args.num_layers:,} layers"
+        )
     dropped = {fqn for fqn in shard.tensors if drop_reason(fqn, family.namings["meta"])}
     return args, meta_parameters(family, args), dropped
 
@@ -286,7 +290,7 @@ def _right_count(parameter: Parameter, shape: tuple[int, ...]) -> int:
     return 0
 
 
-def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> None:
+def _require_count(store: Store, files: Sequence[str], asked: Iterable[int]) -> None:
     """Raise CheckpointError if all shapes match one number of shards, which is not that of the files."""
     counts = {*asked} - {0}
     if len(counts) == 1 and (count := counts.pop()) != len(files):
@@ -294,22 +298,23 @@ def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> No
         odd = [f"{file}: missing" for file in wanted if file not in files]
         odd += [f"{file}: too many" for file in files if file not in wanted]
         raise CheckpointError(
-            f"{path}: the weights are cut into {count} shards, and there are {len(files)}:" + list_offenders(odd),
+            f"{store.location}: the weights are cut into {count} shards, and there are {len(files)}:"
+            + list_offenders(odd),
             hint=f"their shapes and {META_PARAMS} imply that",
         )
 
 
-def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
+def _require_whole(store: Store, files: Sequence[str], shard: Catalog) -> None:
     """Raise CheckpointError if a single file is one of several shards, by its shapes."""
     try:
-        _, parameters, _ = _model(path, shard, 1)
+        _, parameters, _ = _model(store, shard, 1)
     except TitanError:
         return  # reported when the model is read
     matrices = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in parameters and len(entry.shape) == 2}
-    _require_count(path, files, {_right_count(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
+    _require_count(store, files, {_right_count(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
 
 
-def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:
+def _require_no_doubles(store: Store, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:
     """Raise CheckpointError for copies of a shard under another name, by the CRC32s in the files, if they have them.
 
     Constant weights (zeros of a test) are equal in every shard, and not copies. Parts of a fused weight differ only in
@@ -326,12 +331,12 @@ def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catal
         if (first := marks.setdefault(mark, file)) != file:
             doubles.append(f"{file}: the same content as {first}")
     if doubles:
-        raise CheckpointError(f"{path}: a shard is repeated:" + list_offenders(doubles))
+        raise CheckpointError(f"{store.location}: a shard is repeated:" + list_offenders(doubles))
 
 
 def _open_folder(files: FolderFiles) -> Catalog:
-    refuse_foreign_files(files.path, files.meta)
-    return read_catalog(files.path)
+    refuse_foreign_files(files.store, files.meta)
+    return read_catalog(files.store)
 
 
 META = Container(

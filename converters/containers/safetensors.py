@@ -4,9 +4,9 @@ import re
 import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import lru_cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from converters.common.box import Box
@@ -16,8 +16,10 @@ from converters.common.names import HF_INDEX, HF_SINGLE
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import refuse_foreign_files
 from converters.containers.tensor_pickle import row_major
+from converters.store.base import Store, read_bytes
 from converters.store.json_file import parse_json, read_json
-from converters.store.paths import checked_file_name, checked_file_size
+from converters.store.location import Location
+from converters.store.paths import checked_file_name
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 from converters.views.cover import require_cover
 
@@ -25,25 +27,28 @@ _SHARDING = "DCP_SHARDING_INFO"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def read_catalog(path: Path, entry: str = "") -> Catalog:
-    """The catalog of a `.safetensors` file or of a folder of them.
+def open_file(store: Store, name: str) -> Catalog:
+    """The catalog of one safetensors file."""
+    if is_shard(name) and (number := len([other for other in store.names() if is_shard(other)])) > 1:
+        raise CheckpointError(
+            f"{store.location / name}: one of {number} shards, each with a part of the tensors",
+            hint="give the folder of all of them",
+            tries=[str(store.location)],
+        )
+    return Catalog(store, "safetensors", read_file(store, name), file=name)
+
+
+def read_catalog(store: Store, entry: str = "") -> Catalog:
+    """The catalog of a folder of safetensors.
 
     `entry`: the file or index that lists the folder's tensors and their files; without one the folder holds one file.
     """
-    if path.is_file():
-        shards = _sharded_files(path.parent)
-        if path.name in shards and len(shards) > 1:
-            raise CheckpointError(
-                f"{path}: one of {len(shards)} shards, each with a part of the tensors",
-                hint="give the folder of all of them",
-                tries=[str(path.parent)],
-            )
-        return Catalog(path.parent, "safetensors", read_file(path.parent, path.name), file=path.name)
     if entry.endswith(".json"):
-        return Catalog(path, "safetensors", read_indexed(path, path / entry, read_file))
-    names = [entry] if entry else sorted(p.name for p in path.glob("*.safetensors"))
-    if not entry and names == _sharded_files(path):
-        return Catalog(path, "safetensors", _join_shards(path, names))
+        return Catalog(store, "safetensors", read_indexed(store, entry, read_file))
+    path = store.location
+    names = [entry] if entry else [name for name in store.names() if name.endswith(".safetensors")]
+    if not entry and names and all(map(is_shard, names)):
+        return Catalog(store, "safetensors", _join_shards(store, names))
     _refuse_ranks(path, names)
     require_series(path, names)
     if len(names) != 1:
@@ -52,10 +57,10 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
             hint="without the index a missing file would not be noticed",
             tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
         )
-    return Catalog(path, "safetensors", read_file(path, names[0]), file=names[0])
+    return Catalog(store, "safetensors", read_file(store, names[0]), file=names[0])
 
 
-def _refuse_ranks(folder: Path, names: Sequence[str]) -> None:
+def _refuse_ranks(folder: Location, names: Sequence[str]) -> None:
     """Raise UnsupportedError for files that DeepSeek's convert.py wrote for several ranks: parts under one name."""
     ranks = {int(found[1]) for name in names if (found := re.fullmatch(r"model\d+-mp(\d+)\.safetensors", name))}
     if ranks - {1}:
@@ -65,17 +70,17 @@ def _refuse_ranks(folder: Path, names: Sequence[str]) -> None:
         )
 
 
-def _sharded_files(folder: Path) -> list[str]:
-    """The files of DCP's HuggingFaceStorageWriter(save_distributed=True): one per rank, with parts of tensors."""
-    return sorted(p.name for p in folder.glob("shard-*-model-*.safetensors"))
+def is_shard(name: str) -> bool:
+    """Whether a file is one of DCP's HuggingFaceStorageWriter(save_distributed=True): a rank's parts of tensors."""
+    return fnmatch(name, "shard-*-model-*.safetensors")
 
 
-def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
+def _join_shards(store: Store, names: list[str]) -> dict[str, TensorEntry]:
     """Each tensor with its parts in all files; the caller checks that they cover it."""
     joined: dict[str, TensorEntry] = {}
     problems = []
     for name in names:
-        for fqn, part in read_file(folder, name).items():
+        for fqn, part in read_file(store, name).items():
             entry = joined.setdefault(fqn, replace(part, chunks=()))
             if (entry.dtype, len(entry.shape)) != (part.dtype, len(part.shape)):
                 problems.append(f"{fqn}: {part.dtype} {list(part.shape)} in {name}, {entry.dtype} in other files")
@@ -83,20 +88,20 @@ def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
             shape = tuple(map(max, entry.shape, part.shape))
             joined[fqn] = replace(entry, shape=shape, chunks=(*entry.chunks, *part.chunks))
     if problems:
-        raise CheckpointError(f"{folder}: the shards disagree:{list_offenders(problems)}")
+        raise CheckpointError(f"{store.location}: the shards disagree:{list_offenders(problems)}")
     return joined
 
 
 def read_indexed(
-    folder: Path, index: Path, read_file: Callable[[Path, str], dict[str, TensorEntry]]
+    store: Store, name: str, read_file: Callable[[Store, str], dict[str, TensorEntry]]
 ) -> dict[str, TensorEntry]:
     """The tensors that an index names, compared with those that its files have; `read_file` opens a file."""
-    weight_map = read_weight_map(index)
+    weight_map, index = read_weight_map(store, name), store.location / name
     files: dict[str, None] = {}
     problems: list[str] = []
     for file in {str(file): file for file in weight_map.values()}.values():
         try:
-            files[checked_file_name(file, what=index.name)] = None
+            files[checked_file_name(file, what=name)] = None
         except CheckpointError as error:
             problems.append(error.message)
     if problems:  # before any file is opened
@@ -108,7 +113,7 @@ def read_indexed(
     unsupported: list[str] = []
     for file in files:
         try:
-            entries = read_file(folder, file)
+            entries = read_file(store, file)
         except UnsupportedError as error:
             unsupported.append(error.message)
             continue
@@ -123,10 +128,10 @@ def read_indexed(
             elif weight_map[fqn] != file:
                 problems.append(f"{fqn}: in {file}, but the index says {weight_map[fqn]}")
             tensors[fqn] = entry
-    forgotten = _forgotten_files(folder, files)
+    forgotten = _forgotten_files(store, files)
     problems += [f"{name}: of the same series as the others, but not in the index" for name in forgotten]
     if not problems and unsupported:
-        raise UnsupportedError(f"{folder}: files hold what is not covered:{list_offenders(unsupported)}")
+        raise UnsupportedError(f"{store.location}: files hold what is not covered:{list_offenders(unsupported)}")
     if not problems:
         problems = [f"{fqn}: not in {file}" for fqn, file in weight_map.items() if fqn not in tensors]
     if problems:
@@ -137,12 +142,12 @@ def read_indexed(
     return {fqn: tensors[fqn] for fqn in weight_map}
 
 
-def read_weight_map(index: Path) -> dict[str, Any]:
+def read_weight_map(store: Store, index: str) -> dict[str, Any]:
     """Tensor name → file, from an index; the names are not checked."""
-    checked_file_size(index.parent, index.name)
-    weight_map = read_json(index).get("weight_map")
+    store.size(index)  # refuses links that lead out
+    weight_map = read_json(store.local([index]) / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map")
+        raise CheckpointError(f"{store.location / index}: has no weight_map")
     return weight_map
 
 
@@ -156,7 +161,7 @@ def is_of_series(name: str) -> bool:
     return _SERIES.fullmatch(name) is not None and not _ONLY_ONE.fullmatch(name)
 
 
-def require_series(folder: Path, names: Collection[str]) -> None:
+def require_series(folder: Location, names: Collection[str]) -> None:
     """Raise CheckpointError for files of a series (model-00001-of-00003) if others are missing, by their names."""
     matches = [match.groups() for name in names if (match := _SERIES.fullmatch(name))]
     first = min((int(number) for _, number, _, _ in matches), default=1) and 1  # some tools count from 0
@@ -172,30 +177,29 @@ def require_series(folder: Path, names: Collection[str]) -> None:
         )
 
 
-def index_remarks(folder: Path, num_bytes: int) -> list[str]:
+def index_remarks(store: Store, num_bytes: int) -> list[str]:
     """Remarks on harmless errors of an index; `num_bytes`: of all tensors."""
-    index = folder / HF_INDEX
-    if not index.exists() or (folder / HF_SINGLE).exists():
+    names = store.names()
+    if HF_INDEX not in names or HF_SINGLE in names:
         return []
-    metadata = read_json(index).get("metadata")
+    metadata = read_json(store.local([HF_INDEX]) / HF_INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if total is None or total == num_bytes:
         return []
     return [f"{HF_INDEX}: says total_size {total!r:.40}, the tensors take {num_bytes}"]
 
 
-def _forgotten_files(folder: Path, named: Collection[str]) -> list[str]:
+def _forgotten_files(store: Store, named: Collection[str]) -> list[str]:
     """Files of the same series that the index does not name: they are from another save."""
     series = {match.group(1, 3) for name in named if (match := _SERIES.fullmatch(name))}
-    beside = sorted({path.name for path in folder.iterdir()} - set(named))
+    beside = sorted(set(store.names()) - set(named))
     return [name for name in beside if (match := _SERIES.fullmatch(name)) and match.group(1, 3) in series]
 
 
-def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
+def read_file(store: Store, name: str) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file. All rules of the format are checked: no hole, overlap or trailing byte."""
-    path = folder / name
-    size = checked_file_size(folder, name)
-    header, data_offset = _read_header(path, size)
+    path, size = store.location / name, store.size(name)
+    header, data_offset = _read_header(store, name, size)
     tensors: dict[str, TensorEntry] = {}
     extents: list[tuple[int, int, str]] = []
     problems: list[str] = []
@@ -233,7 +237,7 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _sharding(metadata: Any, path: Path) -> dict[str, Any]:
+def _sharding(metadata: Any, path: Location) -> dict[str, Any]:
     """The offsets of a file's parts in their tensors, from DCP's writer; {} for a file of whole tensors."""
     raw = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
     return parse_json(raw.encode(), what=f"{path}: {_SHARDING}") if isinstance(raw, str) else {}
@@ -270,18 +274,17 @@ def _checked_entry(item: Any) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, shape, begin, end
 
 
-def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            raise CheckpointError(f"{path}: {size} bytes are too few for safetensors")
-        length = struct.unpack("<Q", start)[0]
-        if length > MAX_HEADER_BYTES or 8 + length > size:
-            raise CheckpointError(
-                f"{path}: a header of {length:,} bytes in a file of {size:,}",
-                hint="the file is truncated, or not safetensors",
-            )
-        raw = file.read(length)
+def _read_header(store: Store, name: str, size: int) -> tuple[dict[str, Any], int]:
+    path = store.location / name
+    if size < 8:
+        raise CheckpointError(f"{path}: {size} bytes are too few for safetensors")
+    length = struct.unpack("<Q", read_bytes(store, name, 0, 8))[0]
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CheckpointError(
+            f"{path}: a header of {length:,} bytes in a file of {size:,}",
+            hint="the file is truncated, or not safetensors",
+        )
+    raw = read_bytes(store, name, 8, length)
     if not raw.startswith(b"{"):  # a BOM or spaces in front: other readers refuse them, too
         raise CheckpointError(f"{path}: the safetensors header is not a JSON object")
     return parse_json(raw, what=str(path)), 8 + length
@@ -295,8 +298,8 @@ def _find(files: FolderFiles) -> str:
 
 def _open_folder(files: FolderFiles) -> Catalog:
     one_file = files.entry.endswith(".safetensors")
-    refuse_foreign_files(files.path, [files.entry] if one_file else files.safetensors)
-    return require_cover(read_catalog(files.path, files.entry))
+    refuse_foreign_files(files.store, [files.entry] if one_file else files.safetensors)
+    return require_cover(read_catalog(files.store, files.entry))
 
 
 SAFETENSORS = Container(

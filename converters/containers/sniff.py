@@ -1,9 +1,10 @@
 """Recognise files by their first bytes: weights, and what downloads leave in their place."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
+from converters.store.base import Store, read_bytes
+from converters.store.location import Location
 
 _NUM_BYTES = 512
 
@@ -18,36 +19,32 @@ def is_safetensors(start: bytes) -> bool:
     return start[8:9] == b"{"
 
 
-def first_bytes(path: Path) -> bytes:
+def first_bytes(store: Store, name: str) -> bytes:
     """The first bytes of a file, as many as the checks of this module look at."""
-    with path.open("rb") as file:
-        return file.read(_NUM_BYTES)
+    return read_bytes(store, name, 0, min(_NUM_BYTES, store.size(name)))
 
 
-def refuse_foreign_files(folder: Path, names: Iterable[str], *, pickles: bool = False) -> None:
+def refuse_foreign_files(store: Store, names: Iterable[str], *, pickles: bool = False) -> None:
     """Raise for files that hold something else than weights. `pickles`: a bare pickle is what is expected."""
     problems: list[TitanError] = []
     for name in names:
-        path = folder / name
-        if not path.is_file():
-            continue
-        start = first_bytes(path)
+        start = first_bytes(store, name)
         if is_safetensors(start):  # a header of 640 bytes begins like a pickle (80 02)
             continue
-        if not (pickles and start[:1] == b"\x80") and (problem := foreign_file_error(path, start)):
+        if not (pickles and start[:1] == b"\x80") and (problem := foreign_file_error(store.location / name, start)):
             problems.append(problem)
     if len(problems) == 1:
         raise problems[0]
     if problems:
         first, messages = problems[0], [problem.message for problem in problems]
         raise type(first)(
-            f"{folder}: {len(messages)} files hold something else than weights:{list_offenders(messages)}",
+            f"{store.location}: {len(messages)} files hold something else than weights:{list_offenders(messages)}",
             hint=first.hint,
             tries=first.tries,
         )
 
 
-def foreign_file_error(path: Path, start: bytes) -> TitanError | None:
+def foreign_file_error(path: Location, start: bytes) -> TitanError | None:
     """The error for a file whose first bytes are not those of weights, if they tell what it is."""
     text = start.lstrip().lower()
     if not start:
@@ -62,7 +59,7 @@ def foreign_file_error(path: Path, start: bytes) -> TitanError | None:
             hint="the server answered with an error or a log-in page; fetch it again",
         )
     if start.startswith(b"\x1f\x8b"):
-        unpacked = path.with_suffix("") if path.suffix == ".gz" else f"{path}.unpacked"
+        unpacked = str(path).removesuffix(".gz") if path.suffix == ".gz" else f"{path}.unpacked"
         return CheckpointError(f"{path}: compressed with gzip", tries=[f"gunzip < {path} > {unpacked}"])
     if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":
         return UnsupportedError(

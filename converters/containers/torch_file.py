@@ -1,7 +1,5 @@
 """Open a torch.save zip (`.pt`, `.pth`, `.bin`) as a catalog: a (nested) dict of tensors and plain values."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 from converters.common.box import Box
@@ -10,23 +8,17 @@ from converters.common.errors import CheckpointError, UnsupportedError, list_off
 from converters.containers.dcp_item import check_plain, read_archive, storage_record
 from converters.containers.stored_zip import ZipRecord
 from converters.containers.tensor_pickle import ByteStream, TensorRef, row_major
-from converters.store.paths import checked_file_size
+from converters.store.base import Store, reading_part
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 
 
-def read_catalog(path: Path) -> Catalog:
+def read_catalog(store: Store, name: str) -> Catalog:
     """The catalog of one torch file. Nested dicts become dotted names; `planner_data` keeps the path of each."""
-    size = checked_file_size(path.parent, path.name)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        records, root, prefix = read_archive(
-            lambda offset, length: os.pread(descriptor, length, offset), size, what=str(path)
-        )
-    finally:
-        os.close(descriptor)
+    size, path = store.size(name), store.location / name
+    records, root, prefix = read_archive(reading_part(store, name, 0, size), size, what=str(path))
     if not isinstance(root, dict):
         raise UnsupportedError(f"{path}: holds a {type(root).__name__}, not a dict of tensors")
-    catalog = Catalog(path.parent, "torch", {}, file=path.name)
+    catalog = Catalog(store, "torch", {}, file=name)
     refused: list[str] = []
     for keys, value in _leaves(root, ()):
         fqn = ".".join(map(str, keys))
@@ -34,7 +26,7 @@ def read_catalog(path: Path) -> Catalog:
             raise CheckpointError(f"{path}: two entries are called {fqn!r} once their dicts are flattened")
         if isinstance(value, TensorRef):
             record = storage_record(records, prefix, value, what=str(path))
-            catalog.tensors[fqn] = _entry(fqn, value, path.name, record)
+            catalog.tensors[fqn] = _entry(fqn, value, name, record)
         else:
             value = value.data if isinstance(value, ByteStream) else value
             try:

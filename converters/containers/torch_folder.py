@@ -1,29 +1,29 @@
 """Open a folder of torch files: the only one, or several with an index (`pytorch_model.bin.index.json`)."""
 
-from pathlib import Path
-
 from converters.common.errors import CheckpointError
 from converters.common.names import DCP_METADATA, HF_INDEX, MANIFEST, TORCH_INDEX
 from converters.containers import safetensors, torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import first_bytes, foreign_file_error, is_safetensors, is_zip, refuse_foreign_files
+from converters.store.base import Store
 from converters.views.catalog import Catalog, TensorEntry
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def open_file(path: Path) -> Catalog:
+def open_file(store: Store, name: str) -> Catalog:
     """The catalog of one file of weights. Its first bytes say what it is, never its name."""
-    if path.name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == ".distcp":
-        is_whole = path.suffix != ".distcp" or any(path.parent.glob("*.metadata"))
+    path = store.location / name
+    if name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == ".distcp":
+        is_whole = path.suffix != ".distcp" or any(other.endswith(".metadata") for other in store.names())
         hint = "give its folder" if is_whole else f"{DCP_METADATA}, which lists its contents, is missing"
         tries = [str(path.parent)] if is_whole else []
         raise CheckpointError(f"{path}: a part of a checkpoint", hint=hint, tries=tries)
-    start = first_bytes(path)
+    start = first_bytes(store, name)
     if is_zip(start):
-        return torch_file.read_catalog(path)
+        return torch_file.read_catalog(store, name)
     if is_safetensors(start):
-        return safetensors.read_catalog(path)
+        return safetensors.open_file(store, name)
     if problem := foreign_file_error(path, start):
         raise problem
     raise CheckpointError(f"{path}: neither safetensors nor a torch file", hint=f"its first bytes are {start[:16]!r}")
@@ -40,16 +40,16 @@ def _find(files: FolderFiles) -> str:
 
 def _open_folder(files: FolderFiles) -> Catalog:
     if files.entry == TORCH_INDEX:
-        refuse_foreign_files(files.path, files.torch)
-        index = files.path / TORCH_INDEX
-        return Catalog(files.path, "torch", safetensors.read_indexed(files.path, index, _read_file))
+        refuse_foreign_files(files.store, files.torch)
+        return Catalog(files.store, "torch", safetensors.read_indexed(files.store, TORCH_INDEX, read_file))
     if not files.entry:
-        safetensors.require_series(files.path, files.torch)
-    return open_file(files.path / (files.entry or files.torch[0]))
+        safetensors.require_series(files.store.location, files.torch)
+    return open_file(files.store, files.entry or files.torch[0])
 
 
-def _read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
-    return torch_file.read_catalog(folder / name).tensors
+def read_file(store: Store, name: str) -> dict[str, TensorEntry]:
+    """The tensors of one torch file."""
+    return torch_file.read_catalog(store, name).tensors
 
 
 TORCH = Container(

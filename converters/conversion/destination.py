@@ -8,12 +8,14 @@ from pathlib import Path
 from converters.common.errors import CheckpointError, TitanError
 from converters.containers import torch_file
 from converters.containers.registry import WEIGHT_SUFFIXES
+from converters.containers.sniff import first_bytes, is_zip
 from converters.conversion.execute import check_places, execute
 from converters.conversion.records import Execution, Plan, Run, no_small_files
 from converters.conversion.remarks import describe_left_files, describe_lone_file, describe_tokenizer
 from converters.formats.base import Format
 from converters.model.model_info import ModelInfo
 from converters.store.commit import fsync_folder
+from converters.store.folder import FolderStore
 from converters.store.replace_file import fsync
 from converters.tokenizers.assets import tokenizer_remark
 from converters.views.catalog import Catalog
@@ -115,9 +117,8 @@ def destination_of(dst: Path, format: Format) -> Destination:
 def _not_weights(path: Path) -> str:
     """The kind of a file that is not a torch file of weights; "" if it is one."""
     try:
-        torch_file.read_catalog(path)
+        torch_file.read_catalog(store := FolderStore(path.parent), path.name)
     except TitanError as error:
-        with path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"
-        return f"a torch file without weights ({error.message})" if is_zip else "no torch file"
+        is_torch = is_zip(first_bytes(store, path.name))
+        return f"a torch file without weights ({error.message})" if is_torch else "no torch file"
     return ""

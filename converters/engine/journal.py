@@ -18,6 +18,7 @@ from converters.common.crc import crc32
 from converters.common.errors import CheckpointError
 from converters.common.names import DCP_METADATA, MANIFEST
 from converters.containers.target import Target
+from converters.store.base import read_bytes
 from converters.store.file_lock import is_open_file, lock_file
 from converters.views.catalog import Catalog
 from converters.views.expressions import Expression, HeadRows, Source, head_order
@@ -31,7 +32,7 @@ def plan_fingerprint(
 ) -> str:
     """32 hex digits that identify source and plan; another source file, layout, cast or quantization gives others.
 
-    They include size and time of the files with values and of JSON files in their folder, because a config determines
+    They include identities of the files with values and of JSON files in their folder, because a config determines
     the order of rows, and the bytes of the manifest. `execute` adds the order in which its source reads rows.
     """
     summed = xxh3_128(f"{VERSION} {catalog.container} {digests}".encode())
@@ -39,15 +40,14 @@ def plan_fingerprint(
     def add(*parts: object) -> None:
         summed.update(json.dumps(parts).encode())
 
-    folder = catalog.root if catalog.root.is_dir() else catalog.root.parent
+    store, names = catalog.store, catalog.store.names()
     files = catalog.tensor_files
     files |= {blob.file for blob in catalog.blobs.values()}
-    files |= {path.name for path in folder.iterdir() if path.suffix == ".json" or path.name == DCP_METADATA}
+    files |= {name for name in names if name.endswith(".json") or name == DCP_METADATA}
     for name in sorted(files):
-        status = os.stat(folder / name)
-        add(name, status.st_size, status.st_mtime_ns)
-    manifest = folder / MANIFEST
-    add(str(folder.resolve()), crc32(manifest.read_bytes()) if manifest.is_file() else None)
+        add(name, *store.identity(name))
+    manifest = crc32(read_bytes(store, MANIFEST)) if MANIFEST in names else None
+    add(str(catalog.location.resolved()), manifest)
     for fqn, info in target.tensors.items():
         add(fqn, info.dtype, info.shape)
     for slot in target.slots:
@@ -61,9 +61,9 @@ def plan_fingerprint(
 
 
 def files_identity(catalog: Catalog) -> str:
-    """Text that identifies another checkpoint that a plan reads, by the size and time of its files with values."""
-    states = [(name, (catalog.root / name).stat()) for name in sorted(catalog.tensor_files)]
-    return f"{catalog.root.resolve()} {[(name, s.st_size, s.st_mtime_ns) for name, s in states]}"
+    """Text that identifies another checkpoint that a plan reads, by the identities of its files with values."""
+    states = [(name, *catalog.store.identity(name)) for name in sorted(catalog.tensor_files)]
+    return f"{catalog.location.resolved()} {states}"
 
 
 def reading_order(source: TensorSource, *numbers: int) -> str:

@@ -1,9 +1,9 @@
-"""Read boxes of tensors through a catalog: pread only, no mmap, memory bounded by the box and an 8 MiB buffer."""
+"""Read boxes of tensors through a catalog: parts of files, memory bounded by the box and an 8 MiB buffer."""
 
-import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from converters.common.dtypes import itemsize, numpy_dtype
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import checked_record, read_item
 from converters.containers.stored_zip import read_zip
-from converters.store.open_files import OpenFiles
+from converters.store.base import reading_part
 from converters.views.catalog import UNLOCATED, Catalog, Chunk
 from converters.views.cover import BoxIndex
 
@@ -41,8 +41,13 @@ class CatalogReader:
         self.tensors: Mapping[str, TensorInfo] = {
             fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()
         }
-        self._files = OpenFiles(catalog.root)
-        self._files.watch(catalog.tensor_files)
+        self._store = catalog.store
+        self._identities: dict[str, tuple[str | int, ...]] = {}
+        for name in catalog.tensor_files:  # so that a change before the first use is noticed, too
+            with suppress(CheckpointError):
+                self._identities[name] = self._store.identity(name)
+        self._used: set[str] = set()
+        self._place = cache(lambda name: catalog.location / name)
         self.on_read: Callable[[str, int, memoryview], None] | None = None  # gets file, offset and bytes of each read
         self._indexes: dict[str, BoxIndex] = {}
         self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
@@ -51,13 +56,24 @@ class CatalogReader:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        self._files.close()
+        self._store.close()
         if kind is None:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file has another size or time than when this reader was made."""
-        self._files.check_unchanged()
+        """Raise CheckpointError if a file was replaced or changed since this reader was made."""
+        for name, identity in self._identities.items():
+            try:
+                is_same = self._store.identity(name) == identity
+            except CheckpointError:
+                is_same = False
+            if not is_same:
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._place(name)}: changed while it was being read", hint="is another process writing it?"
+        )
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         """The values of a box, row-major. Raises CheckpointError unless the chunks cover each element exactly once."""
@@ -77,9 +93,8 @@ class CatalogReader:
                 chunk = self.located(fqn, chunk)
                 inner = zip(common.offsets, chunk.box.offsets, chunk.strides, strict=True)
                 start = chunk.byte_offset + sum((a - b) * stride for a, b, stride in inner) * width
-                with self._files.use(chunk.file) as descriptor:
-                    part = out[common.slices_within(box)] if box.sizes else out
-                    _read_strided(self._reading(descriptor, chunk.file, fqn), start, chunk.strides, part)
+                part = out[common.slices_within(box)] if box.sizes else out
+                _read_strided(partial(self._read_into, chunk.file, fqn), start, chunk.strides, part)
                 covered += common.num_elements
         if covered != out.size:
             raise CheckpointError(
@@ -88,15 +103,22 @@ class CatalogReader:
         values: np.ndarray[Any, Any] = out.view(numpy_dtype(entry.dtype))
         return values
 
-    def _reading(self, descriptor: int, file: str, fqn: str) -> _ReadInto:
-        what = f"{self.catalog.root / file}: {fqn}"
+    def _read_into(self, file: str, fqn: str, start: int, view: memoryview) -> None:
+        self._fill(file, fqn, start, view)
+        if self.on_read is not None:
+            self.on_read(file, start, view)
 
-        def read_into(start: int, view: memoryview) -> None:
-            _read_into(descriptor, start, view, what)
-            if self.on_read is not None:
-                self.on_read(file, start, view)
-
-        return read_into
+    def _fill(self, file: str, fqn: str, start: int, view: memoryview) -> None:
+        """Fill a buffer from a file, which must be what it was when this reader was made. Errors name the tensor."""
+        if file not in self._used:
+            identity = self._store.identity(file)
+            if self._identities.setdefault(file, identity) != identity:
+                raise self._changed(file)
+            self._used.add(file)
+        try:
+            self._store.read_into(file, start, view)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error.message} ({fqn})", hint=error.hint, tries=error.tries) from error.__cause__
 
     def located(self, fqn: str, chunk: Chunk) -> Chunk:
         """The chunk with its byte offset, strides and CRC; opens its DCP item the first time."""
@@ -107,9 +129,8 @@ class CatalogReader:
             return known
         assert chunk.item is not None  # as of every chunk that is not located
         start, length = chunk.item
-        what = f"{self.catalog.root / chunk.file}: {fqn} at {list(chunk.box.offsets)}"
-        with self._files.use(chunk.file) as descriptor:
-            item = read_item(lambda offset, num: os.pread(descriptor, num, start + offset), length, what=what)
+        what = f"{self._place(chunk.file)}: {fqn} at {list(chunk.box.offsets)}"
+        item = read_item(reading_part(self._store, chunk.file, start, length), length, what=what)
         dtype = self.catalog.tensors[fqn].dtype
         if (item.dtype, item.shape) != (dtype, chunk.box.sizes):
             raise CheckpointError(
@@ -134,8 +155,7 @@ class CatalogReader:
         """The bytes of a non-tensor entry, undecoded (see dcp_item.read_blob_item)."""
         blob = self.catalog.blobs[fqn]
         data = bytearray(blob.length)
-        with self._files.use(blob.file) as descriptor:
-            _read_into(descriptor, blob.byte_offset, memoryview(data), f"{self.catalog.root / blob.file}: {fqn}")
+        self._fill(blob.file, fqn, blob.byte_offset, memoryview(data))
         return bytes(data)
 
     def blob_problems(self, fqn: str) -> list[str]:
@@ -169,11 +189,10 @@ class CatalogReader:
     def _crc32(self, file: str, offset: int, length: int, *, what: str) -> int:
         """The CRC32 of a part of a file, read block by block."""
         crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
-        with self._files.use(file) as descriptor:
-            for position in range(0, length, BLOCK_BYTES):
-                part = buffer[: min(BLOCK_BYTES, length - position)]
-                _read_into(descriptor, offset + position, part, f"{self.catalog.root / file}: {what}")
-                crc = crc32(part, crc)
+        for position in range(0, length, BLOCK_BYTES):
+            part = buffer[: min(BLOCK_BYTES, length - position)]
+            self._fill(file, what, offset + position, part)
+            crc = crc32(part, crc)
         return crc
 
     def unread_problems(self, fqn: str) -> list[str]:
@@ -182,8 +201,7 @@ class CatalogReader:
         for chunk in self.catalog.tensors[fqn].chunks:
             assert chunk.item is not None
             start, length = chunk.item
-            with self._files.use(chunk.file) as descriptor:
-                records = read_zip(partial(_pread_item, descriptor, start), length, what=fqn)
+            records = read_zip(reading_part(self._store, chunk.file, start, length), length, what=fqn)
             for record in records.values():
                 if record.crc32 and record.crc32 != self._crc32(
                     chunk.file, start + record.data_offset, record.size, what=fqn
@@ -207,10 +225,6 @@ class CatalogReader:
                 except UnsupportedError as error:
                     found[fqn] = error.message.partition(", data.pkl: ")[2]
         return found
-
-
-def _pread_item(descriptor: int, start: int, offset: int, length: int) -> bytes:
-    return os.pread(descriptor, length, start + offset)
 
 
 def _read_strided(read_into: _ReadInto, start: int, strides: tuple[int, ...], out: np.ndarray) -> None:
@@ -269,15 +283,3 @@ def _read_run(read_into: _ReadInto, start: int, out: np.ndarray) -> None:
     buffer = np.empty(out.shape, dtype=out.dtype)
     _read_run(read_into, start, buffer)
     out[...] = buffer
-
-
-def _read_into(descriptor: int, start: int, view: memoryview, what: str) -> None:
-    position = 0
-    try:
-        while position < len(view):
-            got = os.preadv(descriptor, [view[position:]], start + position)
-            if got == 0:
-                raise CheckpointError(f"{what}: the file ends at byte {start + position}, in the middle of the data")
-            position += got
-    except OSError as error:
-        raise CheckpointError(f"{what}: cannot be read ({error.strerror})") from error

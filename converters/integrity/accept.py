@@ -20,6 +20,7 @@ from converters.integrity.checks import changed_tensors, judge
 from converters.integrity.verify_report import Changes, Check
 from converters.store.commit import find_complete, fsync_folder
 from converters.store.json_file import read_json
+from converters.store.local_files import is_file, stamp
 from converters.store.manifest import (
     Manifest,
     OtherVersion,
@@ -53,9 +54,9 @@ class ChangedFolder:
 def changed_folder(path: Path) -> ChangedFolder:
     """Read the old manifest. Raises CheckpointError if there is none, or if a file is not a regular one."""
     folder = find_complete(path)
-    if not folder.is_dir():
+    if is_file(folder):
         raise CheckpointError(f"{path}: is a file", hint="--accept takes the folder", tries=[f"{path.parent} --accept"])
-    if not (folder / MANIFEST).is_file():
+    if not is_file(folder / MANIFEST):
         raise CheckpointError(
             f"{path}: has no {MANIFEST}, so there is nothing to accept",
             hint="a folder without a manifest needs no --accept",
@@ -127,7 +128,6 @@ def _judge(name: str, what: str, changed: Mapping[str, str]) -> Check:
 def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
     names = files_to_keep(folder)
     refuse_links_out(folder, [folder / name for name in names])
-    if odd := [name for name in names if not (folder / name).is_file()]:
+    if odd := [name for name in names if not is_file(folder / name)]:
         raise CheckpointError(f"{folder}: not regular files:{list_offenders(odd)}")
-    status = {name: (folder / name).stat() for name in names}
-    return {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in status.items()}
+    return {name: stamp(folder / name) for name in names}

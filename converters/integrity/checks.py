@@ -23,6 +23,8 @@ from converters.source.model_from import find_model_info
 from converters.source.weights import model_part, naming_of, native_weights, quantized_tensors
 from converters.store.digest import TensorDigest
 from converters.store.hub_checksums import fetch_again, has_content, recorded_files
+from converters.store.local_files import exists
+from converters.store.location import Place
 from converters.store.manifest import TensorSum, in_threads
 from converters.store.paths import refuse_links_out
 from converters.views.casts import count_non_finite
@@ -59,7 +61,7 @@ def check_container(catalog: Catalog, *, is_folder: bool) -> list[Check]:
 
 def _check_index(catalog: Catalog) -> list[Check]:
     """A warning for oddities of the index that opening accepts."""
-    remarks = index_remarks(catalog.root, sum(entry.num_bytes for entry in catalog.tensors.values()))
+    remarks = index_remarks(catalog.store, sum(entry.num_bytes for entry in catalog.tensors.values()))
     return [Check("index", "warning", "all tensors are where the index says, but", tuple(remarks))] if remarks else []
 
 
@@ -74,7 +76,7 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
         extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
     remarks = []
     for file, items in extents.items():
-        size, used = (catalog.root / file).stat().st_size, sum(length for _, length in items)
+        size, used = catalog.store.size(file), sum(length for _, length in items)
         if size != used:
             remarks.append(f"{file}: {size:,} bytes, of which its items take {used:,}")
     return (
@@ -109,7 +111,7 @@ class DigestRules:
         return reader
 
 
-def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check, DigestRules]:
+def check_model(catalog: Catalog, model_from: Place | None) -> tuple[Check, DigestRules]:
     """Whether the tensors are those of the model; and what their digests are of."""
     name = "names and shapes"
     try:
@@ -127,7 +129,7 @@ def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check,
         return check, _digest_rules(catalog, model_from)
 
 
-def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRules:
+def _digest_rules(catalog: Catalog, model_from: Place | None) -> DigestRules:
     """The rules of the model's tensors, also if some are missing or wrong."""
     try:
         info = find_model_info(catalog, model_part(catalog), model_from=model_from)
@@ -188,10 +190,10 @@ def check_downloaded(folder: Path, names: Sequence[str] | None = None) -> list[C
         recorded = {name: record for name, record in recorded.items() if name in names}
     if not recorded:
         return []
-    refuse_links_out(folder, [folder / name for name in recorded if (folder / name).exists()])
+    refuse_links_out(folder, [folder / name for name in recorded if exists(folder / name)])
     whole = in_threads([partial(has_content, folder / name, record.etag) for name, record in recorded.items()])
     bad = [name for name, is_whole in zip(recorded, whole, strict=True) if not is_whole]
-    present = {name for name in bad if (folder / name).exists()}
+    present = {name for name in bad if exists(folder / name)}
     problems = [
         f"{name}: " + ("its bytes are not those of the hub's checksum" if name in present else "missing")
         for name in bad

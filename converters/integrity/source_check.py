@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
@@ -12,6 +11,7 @@ from converters.common.names import MANIFEST
 from converters.containers.registry import CONTAINERS
 from converters.engine.copy import whole_row_units
 from converters.engine.read import BLOCK_BYTES, CatalogReader
+from converters.store.base import Store
 from converters.store.digest import TensorDigest
 from converters.store.manifest import DoAll, Manifest, TensorSum, changed_since, check_files, in_threads
 from converters.views.catalog import Catalog
@@ -21,7 +21,7 @@ from converters.views.catalog import Catalog
 class Vouched:
     """Digests that tensors must have as they are read; `stored`: target name → names in the source."""
 
-    root: Path
+    store: Store
     listed: Mapping[str, TensorSum]  # by name in the source
     stored: Mapping[str, tuple[str, ...]]
     rearranged: frozenset[str] = frozenset()  # in the source: tensors whose sums are not those of their targets
@@ -49,7 +49,7 @@ class Vouched:
                 wrong.append(f"{', '.join(fold_texts(sorted(names)))}: {'its' if len(names) == 1 else 'their'}")
         if wrong:
             changed = [f"{names} values are not those that {MANIFEST} lists" for names in sorted(set(wrong))]
-            raise changed_since(self.root, changed, lost=self.lost)
+            raise changed_since(self.store.location, changed, lost=self.lost)
 
 
 def _groups(
@@ -106,8 +106,8 @@ def vouched_for(
     read = {name for names in stored.values() for name in names}
     undigested = {name for name in read if name in entries and not entries[name].digest}
     twice = {chunk.file for name in undigested | (read & rearranged) for chunk in catalog.tensors[name].chunks}
-    _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
-    return Vouched(catalog.root, {name: entries[name] for name in read if name in entries}, stored, rearranged)
+    _require_files(catalog.store, manifest, manifest.files.keys() - (holding - twice))
+    return Vouched(catalog.store, {name: entries[name] for name in read if name in entries}, stored, rearranged)
 
 
 def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
@@ -123,7 +123,7 @@ def check_tensors(reader: CatalogReader, names: Iterable[str]) -> None:
 def check_digests(catalog: Catalog, stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest]) -> None:
     """Raise CheckpointError if digests of what was read (see Vouched) are not the manifest's, if there is one."""
     if manifest := _manifest_of(catalog):
-        Vouched(catalog.root, manifest.tensors, stored).check(found)
+        Vouched(catalog.store, manifest.tensors, stored).check(found)
 
 
 def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
@@ -140,12 +140,12 @@ def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = 
     read = manifest.files.keys() & {chunk.file for name in names for chunk in catalog.tensors[name].chunks}
     small_files = manifest.files.keys() - holding
     if not _is_small_part(catalog, names, manifest, read):
-        _require_files(catalog.root, manifest, small_files | read, do_all=do_all)
+        _require_files(catalog.store, manifest, small_files | read, do_all=do_all)
         return
-    _require_files(catalog.root, manifest, small_files, do_all=do_all)
+    _require_files(catalog.store, manifest, small_files, do_all=do_all)
     with CatalogReader(catalog) as reader:
         digests = dict(zip(names, do_all([partial(_digest_of, reader, name) for name in names]), strict=True))
-    Vouched(catalog.root, manifest.tensors, stored={name: (name,) for name in names}, lost="").check(digests)
+    Vouched(catalog.store, manifest.tensors, stored={name: (name,) for name in names}, lost="").check(digests)
 
 
 def _is_small_part(catalog: Catalog, names: Sequence[str], manifest: Manifest, files: Iterable[str]) -> bool:
@@ -176,9 +176,9 @@ def _manifest_of(catalog: Catalog) -> Manifest | None:
     return None if manifest is None or catalog.tensor_files.isdisjoint(manifest.files) else manifest
 
 
-def _require_files(folder: Path, manifest: Manifest, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
-    if problems := check_files(folder, sorted(names), manifest=manifest, do_all=do_all):
-        raise changed_since(folder, problems)
+def _require_files(store: Store, manifest: Manifest, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
+    if problems := check_files(store, sorted(names), manifest=manifest, do_all=do_all):
+        raise changed_since(store.location, problems)
 
 
 def check_blobs(reader: CatalogReader) -> None:
@@ -186,9 +186,9 @@ def check_blobs(reader: CatalogReader) -> None:
     problems = [problem for fqn in reader.catalog.blobs for problem in reader.blob_problems(fqn)]
     if problems:
         raise CheckpointError(
-            f"{reader.catalog.root}: entries are damaged:{list_offenders(problems)}",
+            f"{reader.catalog.location}: entries are damaged:{list_offenders(problems)}",
             hint="nothing was written",
-            tries=[f"titan verify {reader.catalog.root}"],
+            tries=[f"titan verify {reader.catalog.location}"],
         )
 
 

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Collection
-from pathlib import Path
 
 from converters.common.errors import TitanError, UnsupportedError
 from converters.common.names import HF_CONFIG
 from converters.containers.torch_folder import open_file
+from converters.store.base import names_at, open_store
+from converters.store.local_files import read_text
+from converters.store.location import Location
 
 _TORCH_CHECKPOINTING = "metadata.pkl"
 _RANK_ITEM = re.compile(r"([A-Za-z0-9_-]+)_(\d+)\.(pt|safetensors)")
@@ -14,11 +16,11 @@ _ZERO_RANK = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_sta
 _ZERO_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 _MP_RANK = re.compile(r"mp_rank_\d+_model_states\.pt")
 _ACCELERATE_RANK = re.compile(r"(pytorch_model_fsdp(?:_\d+)?_rank)(\d+)\.bin")
-_UNIVERSAL = "zero/*/fp32.pt"  # a parameter of a universal checkpoint, whole
+_UNIVERSAL = "zero", "fp32.pt"  # folder of parameters in a universal checkpoint, and the file of one, whole
 _VERL_RANK = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 
 
-def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
+def foreign_folder(path: Location, names: Collection[str]) -> TitanError | None:
     """The error for a folder that another tool wrote for itself, by the names in it; None for other folders."""
     if _TORCH_CHECKPOINTING in names and any(map(_RANK_ITEM.fullmatch, names)):
         return UnsupportedError(
@@ -28,7 +30,7 @@ def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
         )
     step_folder = path.parent if path.name == "zero" else path
     if step := step_folder if _is_deepspeed_step(step_folder) else _deepspeed_step(path, names):
-        return _of_deepspeed(step, step.parent, {p.name for p in step.iterdir()})
+        return _of_deepspeed(step, step.parent)
     if parts := [name for name in names if _ACCELERATE_RANK.fullmatch(name)]:
         return UnsupportedError(
             f"{path}: files of Accelerate with the part of one rank each (use_dcp=False), which are not joined",
@@ -46,7 +48,7 @@ def foreign_folder(path: Path, names: Collection[str]) -> TitanError | None:
     return None
 
 
-def _join(folder: Path, names: Collection[str]) -> list[str]:
+def _join(folder: Location, names: Collection[str]) -> list[str]:
     """The command with which torch writes the parts of DTensors, `<start><rank>.<suffix>`, as one DCP checkpoint."""
     parts = [match for name in sorted(names) if (match := re.fullmatch(r"(.*?)(\d+)(\.\w+)", name))]
     if not parts or parts[0][3] == ".safetensors":
@@ -62,7 +64,7 @@ def _join(folder: Path, names: Collection[str]) -> list[str]:
     return [run, f"{out} --model-from FOLDER"]
 
 
-def _of_universal(step: Path, model: str) -> TitanError:
+def _of_universal(step: Location, model: str) -> TitanError:
     """The error for a universal checkpoint of DeepSpeed: a folder for each parameter, with its weight and moments."""
     folder, out = step / "zero", step.with_name(step.name + ".pt")
     code = (
@@ -76,26 +78,31 @@ def _of_universal(step: Path, model: str) -> TitanError:
     )
 
 
-def _deepspeed_step(path: Path, names: Collection[str]) -> Path | None:
+def _deepspeed_step(path: Location, names: Collection[str]) -> Location | None:
     """The newest step of DeepSpeed in a folder: the one that its file `latest` names, else the one of most steps."""
-    steps = [path / name for name in names if re.fullmatch(r"global_step\d+(_universal)?", name)]
-    steps = [step for step in steps if step.is_dir() and _is_deepspeed_step(step)]
-    latest = path / "latest"
-    named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    steps = [path / name for name in names if re.fullmatch(r"global_step\d+(_universal)?/", name)]
+    steps = [step for step in steps if _is_deepspeed_step(step)]
+    named = read_text(open_store(path)[0].local(["latest"]) / "latest").strip() if "latest" in names else ""
     return next(
         (s for s in steps if s.name == named),
         max(steps, key=lambda s: int(re.findall(r"\d+", s.name)[0]), default=None),
     )
 
 
-def _is_deepspeed_step(step: Path) -> bool:
-    of_ranks = (_ZERO_RANK.fullmatch(p.name) or _MP_RANK.fullmatch(p.name) for p in step.iterdir())
-    return any(of_ranks) or any(step.glob(_UNIVERSAL))
+def _is_deepspeed_step(step: Location) -> bool:
+    of_ranks = (_ZERO_RANK.fullmatch(name) or _MP_RANK.fullmatch(name) for name in names_at(step))
+    return any(of_ranks) or _is_universal(step)
 
 
-def _of_deepspeed(step: Path, folder: Path, names: Collection[str]) -> TitanError:
+def _is_universal(step: Location) -> bool:
+    folder, file = _UNIVERSAL
+    return any(file in names_at(step / folder / name) for name in names_at(step / folder) if name.endswith("/"))
+
+
+def _of_deepspeed(step: Location, folder: Location) -> TitanError:
     """`folder`: with zero_to_fp32.py and the file `latest`."""
-    model = f" --model-from {folder}" if (folder / HF_CONFIG).is_file() else " --model-from FOLDER"
+    names, has_config = names_at(step), HF_CONFIG in names_at(folder)
+    model = f" --model-from {folder}" if has_config else " --model-from FOLDER"
     whole = sorted(name for name in names if _MP_RANK.fullmatch(name))
     stage = "ZeRO-3" if any(map(_ZERO_3.fullmatch, names)) else "ZeRO"
     if stage == "ZeRO" and len(whole) == 1 and _opens(step / whole[0]):
@@ -104,19 +111,19 @@ def _of_deepspeed(step: Path, folder: Path, names: Collection[str]) -> TitanErro
             hint="the weights in 16 bits are whole in this file; zero_to_fp32.py writes those in 32 bits",
             tries=[f"{step / whole[0]}{model}"],
         )
-    if any(step.glob(_UNIVERSAL)):
+    if _is_universal(step):
         return _of_universal(step, model)
     script, out = folder / "zero_to_fp32.py", folder.with_name(folder.name + "-fp32")
     return UnsupportedError(
         f"{step}: a step of DeepSpeed: weights and moments of {stage} are cut over ranks, which is not supported",
         hint="DeepSpeed's own script writes the weights as safetensors; then give its output"
-        + (", with the config of this folder" if (folder / HF_CONFIG).is_file() else ""),
+        + (", with the config of this folder" if has_config else ""),
         tries=[f"python {script} {folder} {out} --safe_serialization", f"{out}{model}"],
     )
 
 
-def _opens(path: Path) -> bool:
+def _opens(path: Location) -> bool:
     try:
-        return bool(open_file(path).tensors)
+        return bool(open_file(*open_store(path)).tensors)
     except TitanError:
         return False

@@ -11,9 +11,10 @@ from converters.families.base import computed_numbers, defining_numbers
 from converters.families.registry import as_hf_config, get_family
 from converters.model.hf_fields import COSMETIC
 from converters.model.model_info import ModelInfo, find_model_file, read_model_info
-from converters.source.open import require_exists
-from converters.store.hf_cache import snapshot_of
+from converters.source.open import local_folder
 from converters.store.json_file import load_with_repeated_keys, read_json
+from converters.store.local_files import read_bytes
+from converters.store.location import Location, Place, locate
 from converters.store.paths import refuse_links_out
 from converters.tokenizers.assets import (
     CLASS_DEFAULTS,
@@ -29,7 +30,7 @@ _VERSION = "transformers_version"  # of the version that saved a file of setting
 
 
 def find_model_info(
-    catalog: Catalog, weights: Catalog, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
+    catalog: Catalog, weights: Catalog, *, model_from: Place | None = None, otherwise: ModelInfo | None = None
 ) -> ModelInfo:
     """The checkpoint's model, completed by `model_from`; `otherwise` if no file describes it.
 
@@ -39,8 +40,7 @@ def find_model_info(
     model_file = find_model_file(catalog.root)
     if model_from is None:
         return otherwise if otherwise and not model_file else read_model_info(catalog.root, weights)
-    folder = Path(model_from)
-    require_exists(folder)
+    place, folder = locate(model_from), local_folder(model_from)
     if model_file is None:
         supplied = _without_documents(read_model_info(folder, weights), folder)
         assets: dict[str, Path] = {}
@@ -48,7 +48,7 @@ def find_model_info(
             assets = find_assets(catalog.root)
             refuse_links_out(catalog.root, assets.values())
         info = replace(supplied, assets=assets | find_documents(catalog.root), token_ids={}, stated_dtype="")
-        return _complete(info, supplied, catalog.root, folder)
+        return _complete(info, supplied, catalog.location, place)
     way_out = (
         f"--model-from adds only what the checkpoint does not state; correct or remove {model_file} if that is wrong, "
         "else leave --model-from out"
@@ -60,7 +60,7 @@ def find_model_info(
         raise type(error)(error.message, hint=hint, tries=error.tries) from error
     folder_file = find_model_file(folder)
     if folder_file is None:
-        supplied = ModelInfo(info.family, info.args, _only_assets(folder))
+        supplied = ModelInfo(info.family, info.args, _only_assets(folder, place))
     else:
         supplied = _without_documents(read_model_info(folder, weights), folder)
     if model_file.name == META_PARAMS and "max_seq_len" not in read_json(model_file):  # chosen by its readers
@@ -77,15 +77,15 @@ def find_model_info(
     problems = _contradictions(values, supplied_values) + _other_tokenizer(info.assets, supplied.assets)
     if problems:
         raise ConfigError(
-            f"--model-from {folder} contradicts {catalog.root}:" + list_offenders(problems),
+            f"--model-from {place} contradicts {catalog.location}:" + list_offenders(problems),
             hint=way_out,
-            tries=[f"titan verify {catalog.root} --accept, after a change"]
-            if (catalog.root / MANIFEST).exists()
+            tries=[f"titan verify {catalog.location} --accept, after a change"]
+            if MANIFEST in catalog.store.names()
             else [],
         )
     if not has_all_fields(model_file) and not info.untranslated:
         info = replace(info, untranslated=supplied.untranslated)
-    return _complete(info, supplied, catalog.root, folder)
+    return _complete(info, supplied, catalog.location, place)
 
 
 def _contradictions(values: Mapping[str, Any], supplied: Mapping[str, Any]) -> list[str]:
@@ -112,9 +112,8 @@ def model_type(info: ModelInfo) -> str:
     return str(get_family(info.family).hf_config(info.args).get("model_type", info.family))
 
 
-def _only_assets(place: Path) -> dict[str, Path]:
+def _only_assets(folder: Path, place: Location) -> dict[str, Path]:
     """The tokenizer of a folder that does not describe a model. Raises CheckpointError if it has none either."""
-    folder = snapshot_of(place) if place.is_dir() else place.parent
     assets = find_assets(folder)
     refuse_links_out(folder, assets.values())
     if not assets:
@@ -125,9 +124,9 @@ def _only_assets(place: Path) -> dict[str, Path]:
     return assets
 
 
-def _without_documents(info: ModelInfo, place: Path) -> ModelInfo:
+def _without_documents(info: ModelInfo, folder: Path) -> ModelInfo:
     """`info` without licence and model card, which belong to the weights of that folder."""
-    documents = find_documents(snapshot_of(place) if place.is_dir() else place.parent)
+    documents = find_documents(folder)
     return replace(info, assets={name: path for name, path in info.assets.items() if name not in documents})
 
 
@@ -155,11 +154,11 @@ def _other_tokenizer(assets: Mapping[str, Path], supplied: Mapping[str, Path]) -
     ]
 
 
-def _complete(info: ModelInfo, supplied: ModelInfo, root: Path, folder: Path) -> ModelInfo:
+def _complete(info: ModelInfo, supplied: ModelInfo, location: Location, place: Location) -> ModelInfo:
     """`info` with the files and token ids that it lacks and `supplied` has."""
     if problems := _other_tokenizer(info.assets, supplied.assets):
         raise ConfigError(
-            f"--model-from {folder} has another tokenizer than {root}:" + list_offenders(problems),
+            f"--model-from {place} has another tokenizer than {location}:" + list_offenders(problems),
             hint="remove the one that does not belong to the weights",
         )
     notes = []
@@ -185,7 +184,7 @@ def _complete(info: ModelInfo, supplied: ModelInfo, root: Path, folder: Path) ->
 
 def _same_content(a: Path, b: Path) -> bool:
     """Whether two files are equal, as JSON if they are JSON: transformers indents the files that it saves."""
-    one, other = a.read_bytes(), b.read_bytes()
+    one, other = read_bytes(a), read_bytes(b)
     if one == other or a.name == TIKTOKEN_MODEL or a.suffix != ".json":
         return one == other
     try:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 from converters.common.errors import ConfigError, UnsupportedError, list_offenders
 from converters.common.names import section_of
@@ -14,6 +13,7 @@ from converters.containers.registry import CONTAINERS
 from converters.families.base import EMBEDDING, OUTPUT
 from converters.families.registry import all_families
 from converters.naming.namings import any_name, readable_namings
+from converters.store.location import Location
 from converters.views.catalog import Catalog
 
 ROOT = "."  # the name of a model whose tensors are not in a dict of their own, beside one that is
@@ -31,7 +31,7 @@ _FEWEST_NAMES = 8  # that two dicts must have in common, if no family has these 
 class SeveralModels(UnsupportedError):
     """A checkpoint holds several models, and nothing says which one is meant."""
 
-    def __init__(self, place: Path, models: Mapping[str, str], *, option: str = "--select "):
+    def __init__(self, place: Location, models: Mapping[str, str], *, option: str = "--select "):
         """`models`: place → its description; `option`: what a model's place is added to, to select it."""
         super().__init__(
             f"{place} holds {len(models)} models:{list_offenders([f'{m or ROOT}: {d}' for m, d in models.items()])}",

@@ -1,29 +1,31 @@
 """The error for a folder that holds no checkpoint: what it is instead, and which path was probably meant."""
 
-import os
 import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from pathlib import PurePath
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.common.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
-from converters.containers.safetensors import is_of_series
+from converters.containers.safetensors import is_of_series, is_shard
 from converters.containers.torch_folder import open_file
-from converters.model.model_info import describes_model
+from converters.model.model_info import MODEL_FILES, describes_model
 from converters.source.foreign_folders import foreign_folder
 from converters.source.weight_files import ADAPTER, FOREIGN, HF_ENTRIES, merge_command
+from converters.store.base import names_at, open_store
+from converters.store.local_files import is_link, read_text, target_of
+from converters.store.location import Location
 
 
-def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[str]) -> TitanError:
+def not_a_checkpoint(path: Location, names: Collection[str], torch_files: Sequence[str]) -> TitanError:
     """The error for a folder that is no checkpoint, with the path that was probably meant."""
+    names, folders = {name.removesuffix("/") for name in names}, [name for name in sorted(names) if name.endswith("/")]
     steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
     if steps:
         return _name_newest(path, [path / name for _, name in steps], called="a folder of checkpoints")
-    inside = [p for name in sorted(names) if (path / name).is_dir() for p in (path / name).iterdir()]
-    inside = [p for p in inside if step_of(p.name) is not None and p.is_dir() and not p.is_symlink()]
+    inside = [step for folder in folders for step in _folders_in(path / folder) if step_of(step.name) is not None]
     if inside:
         return _name_newest(path, sorted(inside, key=lambda p: step_of(p.name) or 0), called="the folder of a run")
-    if runs := [str(path / name) for name in sorted(names) if _is_run(path / name)]:
+    if runs := [str(path / name) for name in folders if _is_run(path / name)]:
         return CheckpointError(f"{path}: a folder of runs, not a checkpoint", tries=runs[:8])
     epochs = sorted((epoch, name) for name in names if (epoch := epoch_of(name)) is not None)
     if epochs:
@@ -38,13 +40,13 @@ def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[s
     if torch_files:
         return _of_several(path, torch_files)
     if inside := _checkpoints_inside(path):
-        tries = [f"{folder}{'' if describes_model(folder) else _model_from(folder, path)}" for folder in inside]
+        tries = [f"{folder}{_model_from(folder, path)}" for folder in inside]
         return CheckpointError(f"{path}: not a checkpoint, but holds some", tries=tries[-3:])
-    if adapters := [adapter for adapter in path.glob("*/adapter_model.*") if ADAPTER.fullmatch(adapter.name)]:
-        newest = max((adapter.parent for adapter in adapters), key=_numbers)
+    if adapters := [path / folder for folder in folders if any(map(ADAPTER.fullmatch, names_at(path / folder)))]:
+        newest = max(adapters, key=_numbers)
         return adapter_alone(newest, called=f"{path}: a run of PEFT, whose checkpoints are LoRA adapters, not models")
-    if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:
-        kinds = ", ".join(sorted({FOREIGN[Path(name).suffix] for name in foreign}))
+    if foreign := [name for name in sorted(names) if PurePath(name).suffix in FOREIGN]:
+        kinds = ", ".join(sorted({FOREIGN[PurePath(name).suffix] for name in foreign}))
         return UnsupportedError(
             f"{path}: its weights are {kinds} files, which are not supported:{list_offenders(foreign)}",
             hint="load them with transformers and save them with save_pretrained, which writes safetensors",
@@ -54,13 +56,13 @@ def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[s
     return CheckpointError(f"{path}: not a checkpoint; it holds {shown}", hint=f"expected: {expected}")
 
 
-def _of_several(path: Path, torch_files: Sequence[str]) -> TitanError:
+def _of_several(path: Location, torch_files: Sequence[str]) -> TitanError:
     """The error for several torch files without an index: none is the checkpoint; those that open are suggested."""
     opened: list[str] = []
     problems: list[TitanError] = []
     for name in torch_files:
         try:
-            if open_file(path / name).tensors:
+            if open_file(*open_store(path / name)).tensors:
                 opened.append(name)
         except TitanError as error:
             problems.append(error)
@@ -71,36 +73,54 @@ def _of_several(path: Path, torch_files: Sequence[str]) -> TitanError:
     return UnsupportedError(what, hint="name the one that holds the weights", tries=tries)
 
 
-def _checkpoints_inside(path: Path, *, depth: int = 3) -> list[Path]:
+def _folders_in(path: Location) -> list[Location]:
+    """The folders in a folder, sorted, without links."""
+    folders = [name.removesuffix("/") for name in names_at(path) if name.endswith("/")]
+    root = open_store(path)[0].local() if folders else None
+    return [path / name for name in folders if root and not is_link(root / name)]
+
+
+def _checkpoints_inside(path: Location, *, depth: int = 3) -> list[Location]:
     """Folders below `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500), oldest
     first; if LATEST (a link, or LATEST.txt) names a folder, those in it. Unfinished saves are left out.
     """
     checkpoints = []
-    for folder in sorted(p for p in path.iterdir() if p.is_dir() and not p.is_symlink()):
-        if folder.name.startswith(("optim", ".")) or (folder / ".incomplete").exists():
+    for folder in _folders_in(path):
+        names = names_at(folder)
+        if folder.name.startswith(("optim", ".")) or ".incomplete" in names:
             continue
-        marks = (*(folder / mark for mark in (DCP_METADATA, *HF_ENTRIES)), *folder.glob("shard-*-model-*.safetensors"))
-        if any(mark.is_file() for mark in marks):
+        if any(name in (DCP_METADATA, *HF_ENTRIES) or is_shard(name) for name in names):
             checkpoints.append(folder)
         elif depth > 1:
             checkpoints += _checkpoints_inside(folder, depth=depth - 1)
-    link, text = path / "LATEST", path / "LATEST.txt"
-    named = os.readlink(link) if link.is_symlink() else text.read_text(errors="replace") if text.is_file() else ""
-    newest = path / Path(named.strip()).name
-    return [p for p in checkpoints if named and p.is_relative_to(newest)] or sorted(checkpoints, key=_numbers)
+    root = open_store(path)[0].local(["LATEST.txt"])
+    named = (
+        target_of(root / "LATEST") or ("LATEST.txt" in names_at(path) and read_text(root / "LATEST.txt").strip()) or ""
+    )
+    newest = f"{path / PurePath(named).name}/"
+    return [c for c in checkpoints if named and f"{c}/".startswith(newest)] or sorted(checkpoints, key=_numbers)
 
 
-def _numbers(place: Path) -> list[int]:
+def _numbers(place: Location) -> list[int]:
     return [int(number) for name in (place.parent.name, place.name) for number in re.findall(r"\d+", name)]
 
 
-def _model_from(place: Path, path: Path) -> str:
-    """The option that names the folder between `place` and `path` with a config.json; a word if there is none."""
-    folders = [folder for folder in place.parents if folder.is_relative_to(path) and (folder / HF_CONFIG).is_file()]
-    return f" --model-from {folders[0] if folders else 'FOLDER'}"
+def _model_from(place: Location, path: Location) -> str:
+    """The option that names the folder between `place` and `path` with a config.json; a word if there is none.
+
+    Nothing if a file in `place` describes the model.
+    """
+    store, _ = open_store(place)
+    if describes_model(store.local(name for name in store.names() if name in MODEL_FILES)):
+        return ""
+    while place != path:
+        place = place.parent
+        if HF_CONFIG in names_at(place):
+            return f" --model-from {place}"
+    return " --model-from FOLDER"
 
 
-def adapter_alone(folder: Path, *, called: str) -> UnsupportedError:
+def adapter_alone(folder: Location, *, called: str) -> UnsupportedError:
     """The error for a folder of an adapter without its model."""
     merged = folder.with_name(folder.name + "-merged")
     return UnsupportedError(
@@ -111,20 +131,26 @@ def adapter_alone(folder: Path, *, called: str) -> UnsupportedError:
     )
 
 
-def _is_run(path: Path) -> bool:
+def _is_run(path: Location) -> bool:
     """Whether a folder holds a folder of steps."""
     try:
-        return any(step_of(p.parent.name) is not None for p in path.glob(f"*/*/{DCP_METADATA}"))
+        steps = (
+            path / folder / name
+            for folder in names_at(path)
+            if folder.endswith("/")
+            for name in names_at(path / folder)
+        )
+        return any(step_of(step.name) is not None and DCP_METADATA in names_at(step) for step in steps)
     except OSError:
         return False
 
 
-def _name_newest(path: Path, steps: list[Path], *, called: str) -> TitanError:
+def _name_newest(path: Location, steps: list[Location], *, called: str) -> TitanError:
     """The error for a folder with `steps`, oldest first, below it; an interrupted save has no .metadata."""
     marks = (DCP_METADATA, *HF_ENTRIES)  # torchtitan's last step may be a Hugging Face folder
-    complete = [step for step in steps if any((step / mark).is_file() for mark in marks)]
+    complete = [step for step in steps if not set(marks).isdisjoint(names_at(step))]
     if not complete:
-        foreign = (foreign_folder(step, {p.name for p in step.iterdir()}) for step in reversed(steps))
+        foreign = (foreign_folder(step, names_at(step)) for step in reversed(steps))
         if error := next(filter(None, foreign), None):
             return error
     return CheckpointError(

@@ -1,15 +1,16 @@
 """Open a checkpoint in any container. The content decides, never a folder's name."""
 
-from collections.abc import Iterable
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from converters.common.collector import collector_paused
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import DCP_METADATA, HF_CONFIG, MANIFEST
+from converters.common.names import ASSETS_FOLDER, DCP_METADATA, HF_CONFIG, MANIFEST
 from converters.containers.base import FolderFiles
 from converters.containers.dcp_ranks import rank_metadata_files
-from converters.containers.registry import CONTAINERS
+from converters.containers.registry import CONTAINERS, WEIGHT_SUFFIXES
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.naming.wrappers import unwrap_modules, unwrap_outer
 from converters.source.foreign_folders import foreign_folder
@@ -17,6 +18,7 @@ from converters.source.models_inside import ROOT, choose_model
 from converters.source.not_a_checkpoint import adapter_alone, not_a_checkpoint
 from converters.source.weight_files import (
     ADAPTER,
+    FOREIGN,
     RUN_STATE,
     find_hf_entry,
     is_meta_shard,
@@ -25,19 +27,21 @@ from converters.source.weight_files import (
     refuse_mixtures,
     refuse_other_torch_files,
 )
-from converters.store.commit import find_complete
-from converters.store.hf_cache import snapshot_of
+from converters.store.base import Store, names_at, open_store
 from converters.store.hub_checksums import fetch_again
-from converters.store.hub_names import download_command
+from converters.store.json_file import MOST_BYTES
+from converters.store.location import Place, locate
 from converters.store.manifest import Manifest, changed_since, check_sizes
-from converters.store.paths import linked_files, refuse_links_out
+from converters.store.paths import linked_files, refuse_links_out, refuse_listed_links
+from converters.tokenizers.assets import CHAT_TEMPLATES
 from converters.views.catalog import Catalog
 
+_SMALL_FOLDERS = (ASSETS_FOLDER, f"{ASSETS_FOLDER}/{CHAT_TEMPLATES}", CHAT_TEMPLATES, "original", ".hf_metadata")
 _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
 
 
 @collector_paused()
-def open_checkpoint(path: str | Path, *, select: str | None = None, against_manifest: bool = True) -> Catalog:
+def open_checkpoint(place: Place, *, select: str | None = None, against_manifest: bool = True) -> Catalog:
     """The catalog of a checkpoint folder or file. Reads headers only.
 
     `select`: the model, if the checkpoint holds several (models_inside.choose_model); else the one that
@@ -48,39 +52,39 @@ def open_checkpoint(path: str | Path, *, select: str | None = None, against_mani
     Raises CheckpointError if it is missing, incomplete, damaged or not a checkpoint, and UnsupportedError if it
     is of a kind that is not supported. DCP chunks are checked to cover each tensor exactly once.
     """
-    path = Path(path)
+    location = locate(place)
     try:
-        return _open(snapshot_of(find_complete(path)), select, against_manifest=against_manifest)
+        store, file = open_store(location)
+        with closing(store):
+            return _open(store, file, select, against_manifest=against_manifest)
     except CheckpointError as error:
-        if error.tries or not (again := fetch_again(path)):
+        if error.tries or location.scheme or not (again := fetch_again(location.path)):
             raise
         raise CheckpointError(error.message, **again) from None
     except OSError as error:  # no permission, a name that is too long, a disk that fails
-        raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(f"{error.filename or location}: cannot be read ({error.strerror})") from error
 
 
-def require_exists(path: Path) -> None:
-    """Raise CheckpointError if there is nothing at `path`, with what was probably meant."""
-    if find_complete(path).exists():
-        return
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: a broken link")
-    near = get_close_matches(path.name, [p.name for p in path.parent.iterdir()], 1) if path.parent.is_dir() else []
-    tries = [str(path.parent / name) for name in near] + download_command(path)
-    raise CheckpointError(f"{path}: no such file or folder", tries=tries)
+def require_exists(place: Place) -> None:
+    """Raise CheckpointError if there is nothing at `place`, with what was probably meant."""
+    open_store(locate(place))
 
 
-def _open(path: Path, select: str | None, *, against_manifest: bool) -> Catalog:
-    require_exists(path)
-    manifest = None
-    if path.is_file():
-        catalog = open_file(_resolved_if_link(path))
-    elif path.is_dir():
-        catalog = _open_folder(path)
-        if against_manifest:
-            manifest = catalog.manifest = check_sizes(path)
+def local_folder(place: Place) -> Path:
+    """A folder on this machine with the files that describe the model of a checkpoint, and its tokenizer."""
+    store, _ = open_store(locate(place))
+    return store.local(_small_files(store))
+
+
+def _open(store: Store, file: str, select: str | None, *, against_manifest: bool) -> Catalog:
+    path, manifest = store.location / file, None
+    store.local(_small_files(store))
+    if file:
+        catalog = replace(open_file(store, file), is_lone_file=True)
     else:
-        raise CheckpointError(f"{path}: neither a file nor a folder")
+        catalog = _open_folder(store)
+        if against_manifest:
+            manifest = catalog.manifest = check_sizes(store)
     if not catalog.tensors:
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
     _refuse_unprintable_names(catalog)
@@ -109,8 +113,7 @@ def _refuse_unprintable_names(catalog: Catalog) -> None:
 
 def _compare_with_manifest(catalog: Catalog, manifest: Manifest) -> None:
     """Raise CheckpointError if the tensors or their files are not those of the manifest."""
-    listed = [catalog.root / name for name in manifest.files]
-    refuse_links_out(catalog.root, [p for p in listed if p.parent != catalog.root or p.is_symlink()])
+    refuse_listed_links(catalog.root, manifest.files)
     claimed = {fqn: (t.dtype, t.shape) for fqn, t in manifest.tensors.items()}
     actual = {fqn: (t.dtype, t.shape) for fqn, t in catalog.tensors.items()}
     odd = [
@@ -119,34 +122,35 @@ def _compare_with_manifest(catalog: Catalog, manifest: Manifest) -> None:
         if claimed.get(fqn) != actual.get(fqn)
     ]
     if odd:
-        raise changed_since(catalog.root, odd)
+        raise changed_since(catalog.location, odd)
     if added := sorted(catalog.tensor_files - manifest.files.keys()):
-        raise changed_since(catalog.root, [f"{name}: weights that are not in {MANIFEST}" for name in added])
+        raise changed_since(catalog.location, [f"{name}: weights that are not in {MANIFEST}" for name in added])
 
 
 def _describe(tensor: tuple[str, tuple[int, ...]] | None) -> str:
     return f"{tensor[0]} {list(tensor[1])}" if tensor else "missing"
 
 
-def _resolved_if_link(path: Path) -> Path:
-    """The target of a link that the user has named: it may lead anywhere. In the HF cache, the link itself."""
-    try:
-        refuse_links_out(path.parent, [path])
-    except CheckpointError:
-        return path.resolve()
-    return path  # in the HF cache the files that describe the model are beside the link
+def _small_files(store: Store) -> Iterator[str]:
+    """The files without tensors that are not too large for a config or a tokenizer: `Store.local` may copy them."""
+    names = store.names()
+    folders = [folder for folder in _SMALL_FOLDERS if f"{folder.partition('/')[0]}/" in names]
+    for name in (*names, *(f"{folder}/{name}" for folder in folders for name in names_at(store.location / folder))):
+        if not name.endswith(("/", *WEIGHT_SUFFIXES, *FOREIGN)) and store.size(name) <= MOST_BYTES:
+            yield name
 
 
-def _open_folder(path: Path) -> Catalog:
+def _open_folder(store: Store) -> Catalog:
+    root, path = store.local(), store.location
     # before any file is opened
-    refuse_links_out(path, [p for p in linked_files(path) if p.name.endswith(_READ_SUFFIXES)])
-    names = {entry.name for entry in path.iterdir()}
+    refuse_links_out(root, [p for p in linked_files(root) if p.name.endswith(_READ_SUFFIXES)])
+    names = {*store.names()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save interrupted?")
     if problem := foreign_folder(path, names):
         raise problem
-    files = _sort_files(path, names)
-    refuse_mixtures(path, names, files.entry)
+    files = _sort_files(store, names)
+    refuse_mixtures(store, names, files.entry)
     containers = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
     if not containers:
         raise _no_weights(files, names)
@@ -163,14 +167,14 @@ def _open_folder(path: Path) -> Catalog:
     return catalog
 
 
-def _sort_files(path: Path, names: set[str]) -> FolderFiles:
+def _sort_files(store: Store, names: set[str]) -> FolderFiles:
     weights = sorted(name for name in names if not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name))
     return FolderFiles(
-        path,
-        entry=find_hf_entry(path, names),
+        store,
+        entry=find_hf_entry(store, names),
         dcp_metadata=(DCP_METADATA,) if DCP_METADATA in names else tuple(rank_metadata_files(names)),
         safetensors=tuple(name for name in weights if name.endswith(".safetensors")),
-        torch=tuple(name for name in weights if name.endswith(TORCH_SUFFIXES) and (path / name).is_file()),
+        torch=tuple(name for name in weights if name.endswith(TORCH_SUFFIXES)),
         meta=tuple(name for name in weights if is_meta_shard(name)),
     )
 
@@ -178,6 +182,6 @@ def _sort_files(path: Path, names: set[str]) -> FolderFiles:
 def _no_weights(files: FolderFiles, names: Iterable[str]) -> Exception:
     adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
     if adapters and not files.torch:
-        called = f"{files.path}: holds a LoRA adapter ({', '.join(adapters)}), not a model"
-        return adapter_alone(files.path, called=called)
-    return not_a_checkpoint(files.path, set(names), files.torch)
+        called = f"{files.store.location}: holds a LoRA adapter ({', '.join(adapters)}), not a model"
+        return adapter_alone(files.store.location, called=called)
+    return not_a_checkpoint(files.store.location, set(names), files.torch)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.common.names import HF_CONFIG, HF_INDEX, HF_SINGLE, META_SHARD, TORCH_INDEX, TORCH_SINGLE
-from converters.containers import torch_file
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import read_indexed
-from converters.containers.torch_folder import TORCH_SUFFIXES
+from converters.containers.torch_folder import TORCH_SUFFIXES, read_file
+from converters.store.base import Store
 from converters.store.json_file import read_json
+from converters.store.location import Location
 from converters.store.paths import checked_file_name
 from converters.views.catalog import Catalog
 
@@ -31,17 +32,14 @@ RUN_STATE = re.compile(
 )
 
 
-def find_hf_entry(folder: Path, names: Collection[str]) -> str:
+def find_hf_entry(store: Store, names: Collection[str]) -> str:
     """The file that transformers 5 opens for a folder's weights; "" if the folder has none of its names.
 
     It is `transformers_weights` of config.json, else the first of HF_ENTRIES: one file before an index,
     safetensors before torch files (modeling_utils._get_resolved_checkpoint_files).
     """
-    named = None
-    with suppress(TitanError):  # a damaged config.json is reported when the numbers are read
-        named = read_json(folder / HF_CONFIG).get("transformers_weights")
-    if named is not None:
-        what = f"{folder / HF_CONFIG}: transformers_weights"
+    if (named := _named_weights(store)) is not None:
+        what = f"{store.location / HF_CONFIG}: transformers_weights"
         name = checked_file_name(named, what=what)
         if not name.endswith((".safetensors", ".safetensors.index.json")):
             raise CheckpointError(
@@ -54,19 +52,20 @@ def find_hf_entry(folder: Path, names: Collection[str]) -> str:
     return next((name for name in HF_ENTRIES if name in names), "")
 
 
-def refuse_mixtures(folder: Path, names: Collection[str], entry: str) -> None:
+def refuse_mixtures(store: Store, names: Collection[str], entry: str) -> None:
     """Raise CheckpointError if a folder holds weights of two saves, and nothing says which of them is meant.
 
     transformers reads every safetensors file of a folder that has shards of DCP's writer, in the directory's order, and
     a whole file before a series, whichever is older. A file that config.json names is taken.
     """
+    folder = store.location
     weights = {name for name in names if not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name)}
     shards = {name for name in weights if _SHARD.fullmatch(name)}
     whole = [name for name in (HF_SINGLE, TORCH_SINGLE) if name == entry]
     if shards:
         rest = {n for n in weights - shards if n.endswith(".safetensors") or n in HF_ENTRIES or _INDEX.fullmatch(n)}
         _check_series(folder, shards)
-    elif whole and not _is_named(folder):
+    elif whole and _named_weights(store) is None:
         shards, rest = set(whole), {name for name in weights if _is_part(name, whole[0])}
     else:
         rest = set()
@@ -79,7 +78,7 @@ def refuse_mixtures(folder: Path, names: Collection[str], entry: str) -> None:
         )
 
 
-def _check_series(folder: Path, shards: Iterable[str]) -> None:
+def _check_series(folder: Location, shards: Iterable[str]) -> None:
     """Raise CheckpointError if shards belong to series of different lengths, or a part of the series is missing."""
     numbers = {tuple(map(int, found.groups())) for name in shards if (found := _SHARD.fullmatch(name))}
     lengths = sorted({length for _, length in numbers})
@@ -101,14 +100,13 @@ def _is_part(name: str, whole: str) -> bool:
 
 def refuse_other_torch_files(catalog: Catalog, names: Collection[str]) -> None:
     """Raise CheckpointError if pytorch_model.bin beside safetensors is another model: other shapes or layers."""
-    if catalog.container != "safetensors" or _is_named(catalog.root):
+    if catalog.container != "safetensors" or _named_weights(catalog.store) is not None:
         return
     try:
         if TORCH_INDEX in names and TORCH_SINGLE not in names:
-            read = torch_file.read_catalog
-            in_torch = read_indexed(catalog.root, catalog.root / TORCH_INDEX, lambda at, name: read(at / name).tensors)
+            in_torch = read_indexed(catalog.store, TORCH_INDEX, read_file)
         elif TORCH_SINGLE in names:
-            in_torch = torch_file.read_catalog(catalog.root / TORCH_SINGLE).tensors
+            in_torch = read_file(catalog.store, TORCH_SINGLE)
         else:
             return
     except TitanError:  # it cannot be compared, and is not read either
@@ -127,7 +125,7 @@ def refuse_other_torch_files(catalog: Catalog, names: Collection[str]) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{catalog.root}: holds other weights as safetensors than as torch files:"
+            f"{catalog.location}: holds other weights as safetensors than as torch files:"
             + list_offenders(sorted(problems)),
             hint="transformers takes safetensors; move the files that are not meant to another folder",
         )
@@ -137,11 +135,11 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "", name)
 
 
-def _is_named(folder: Path) -> bool:
-    """Whether config.json names the file of the weights."""
-    with suppress(TitanError):
-        return read_json(folder / HF_CONFIG).get("transformers_weights") is not None
-    return False
+def _named_weights(store: Store) -> object:
+    """The file of the weights that config.json names; None if it names none."""
+    with suppress(TitanError):  # a damaged config.json is reported when the numbers are read
+        return read_json(store.local([HF_CONFIG]) / HF_CONFIG).get("transformers_weights")
+    return None
 
 
 def is_meta_shard(name: str) -> bool:
@@ -149,7 +147,7 @@ def is_meta_shard(name: str) -> bool:
     return Path(name).match("consolidated.*.pth")
 
 
-def name_unread(catalog: Catalog, names: Iterable[str], *, entry: str) -> dict[str, str]:
+def name_unread(catalog: Catalog, names: Collection[str], *, entry: str) -> dict[str, str]:
     """Weight files of a folder that its catalog does not use, with the reason. `entry`: find_hf_entry's answer."""
     used = catalog.tensor_files | {entry}
     used |= {chunk.file for chunks in catalog.copies.values() for chunk in chunks}
@@ -161,7 +159,8 @@ def name_unread(catalog: Catalog, names: Iterable[str], *, entry: str) -> dict[s
         if is_weights and name not in used and not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name):
             unnamed.append(name)
     unread = dict.fromkeys(_fold_series(unnamed), reason)
-    originals = sorted(path.name for path in (catalog.root / "original").glob(META_SHARD.format(index=0)[:-6] + "*"))
+    inside = catalog.store.names("original") if "original/" in names else []
+    originals = [name for name in inside if name.startswith(META_SHARD.format(index=0)[:-6])]
     if originals and catalog.container != "meta":
         unread["original/" + originals[0] + (f" and {len(originals) - 1} more" if originals[1:] else "")] = reason
     return unread
@@ -184,10 +183,10 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
     beside weights that it is merged into already, so those weights are read without it.
     """
     adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
-    folder = catalog.root
+    folder = catalog.location
     if not CONTAINERS[catalog.container].is_for_transformers:
         return dict.fromkeys(adapters, "a LoRA adapter, which the readers of this format do not apply")
-    if _is_torchtune_adapter(folder, names):
+    if _is_torchtune_adapter(catalog.store, names):
         reason = (
             "a LoRA adapter; the names in adapter_model.pt are torchtune's, whose recipes merge it into the weights "
             "that they save in the same folder (not checked here)"
@@ -204,7 +203,7 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
     )
 
 
-def merge_command(folder: Path, merged: Path) -> str:
+def merge_command(folder: Location, merged: Location) -> str:
     """The command line that merges an adapter into its base model."""
     code = (
         "import sys; sys.modules['torchao'] = None; from peft import AutoPeftModelForCausalLM as Model; "
@@ -213,11 +212,11 @@ def merge_command(folder: Path, merged: Path) -> str:
     return f'python -c "{code}"'
 
 
-def _is_torchtune_adapter(folder: Path, names: Collection[str]) -> bool:
+def _is_torchtune_adapter(store: Store, names: Collection[str]) -> bool:
     if _TORCHTUNE_ADAPTER not in names:
         return False
     try:
-        found = torch_file.read_catalog(folder / _TORCHTUNE_ADAPTER).tensors
+        found = read_file(store, _TORCHTUNE_ADAPTER)
     except TitanError:
         return False
     return bool(found) and all(_TORCHTUNE_LORA.fullmatch(name) for name in found)

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from converters.quantized.quantized_tensors import QuantizedTensors, find_quanti
 from converters.source.model_from import find_model_info, has_all_fields
 from converters.source.models_inside import IN_OPTIMIZER, is_of
 from converters.source.open import open_checkpoint
+from converters.store.location import Place
 from converters.views.catalog import Catalog
 from converters.views.compare import BLOCK_BYTES
 from converters.views.view import View
@@ -98,10 +98,10 @@ class NativeWeights:
 
 
 def open_native(
-    path: Path | str,
+    path: Place,
     *,
     select: str | None = None,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     otherwise: ModelInfo | None = None,
     dequantized: str = DEQUANTIZED,
 ) -> NativeWeights:
@@ -126,7 +126,7 @@ def native_weights(
     catalog: Catalog,
     reading: Reading = READING,
     *,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     otherwise: ModelInfo | None = None,
 ) -> NativeWeights:
     """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`."""
@@ -140,7 +140,7 @@ def native_weights(
     if info.args.num_layers > len(weights.tensors):  # checked before names are made for billions of layers
         raise CheckpointError(
             f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
-            f"of the model in {model_from or catalog.root}"
+            f"of the model in {model_from or catalog.location}"
         )
     family = get_family(info.family)
     naming = naming_of(catalog, family, info.args)
@@ -248,14 +248,14 @@ def require_equal_copies(reader: CatalogReader) -> None:
     for fqn, copies in reader.catalog.copies.items():
         entry = reader.catalog.tensors[fqn]
         for chunk in copies:
-            alone = Catalog(reader.catalog.root, reader.catalog.container, {fqn: replace(entry, chunks=(chunk,))})
+            alone = Catalog(reader.catalog.store, reader.catalog.container, {fqn: replace(entry, chunks=(chunk,))})
             with CatalogReader(alone) as copy:
                 blocks = row_blocks(chunk.box, itemsize(entry.dtype), BLOCK_BYTES)
                 if any(reader.read(fqn, box).tobytes() != copy.read(fqn, box).tobytes() for box in blocks):
                     problems.append(f"{fqn}: {chunk.file}")
     if problems:
         raise CheckpointError(
-            f"{reader.catalog.root}: shards differ in tensors that must be equal in all of them:"
+            f"{reader.catalog.location}: shards differ in tensors that must be equal in all of them:"
             + list_offenders(problems),
             hint="each is compared with the first shard that has it; one is damaged, or of another model",
         )

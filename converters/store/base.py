@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from converters.common.errors import UnsupportedError
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.extensions import check_call
 from converters.store.folder import open_folder
 from converters.store.location import Location
@@ -23,8 +23,11 @@ class Store(Protocol):
     def names(self, folder: str = "") -> list[str]:
         """The names of the files in a folder and, with a `/` at the end, of the folders in it, sorted."""
 
+    def walk(self) -> list[str]:
+        """The names of all files below the location, in its folders, too, sorted."""
+
     def size(self, name: str) -> int:
-        """The size of a file in bytes. Anything but a regular file of this checkpoint is refused."""
+        """The size of a file in bytes. Raises paths.NotAFile for anything but a regular file of this checkpoint."""
 
     def identity(self, name: str) -> tuple[str | int, ...]:
         """What tells that a file was replaced: another object has another identity."""
@@ -47,6 +50,7 @@ def register_store(scheme: str, opener: Opener) -> None:
     """Read locations `scheme://…` with the store that `opener` returns.
 
     `opener` gets the Location and returns the store of a folder and "", or the store of a file's folder and its name.
+    It raises CheckpointError if there is nothing at the location.
     """
     check_call(opener, ["location"], f"the opener of {scheme}://")
     _OPENERS[scheme] = opener
@@ -67,6 +71,24 @@ def open_store(location: Location) -> tuple[Store, str]:
             hint=f"known: paths, {known}" if known else "give a path; a module of your own can register a store",
         )
     return opener(location)
+
+
+def names_at(location: Location) -> list[str]:
+    """The names in a folder, as `Store.names` gives them; none if it does not exist, or is a file."""
+    try:
+        store, file = open_store(location)
+    except CheckpointError:
+        return []
+    return [] if file else store.names()
+
+
+def reading_part(store: Store, name: str, start: int, size: int) -> Callable[[int, int], bytes]:
+    """The function that reads `(offset, length)` of a part of a file; it returns less beyond the end of the part."""
+
+    def read_at(offset: int, length: int) -> bytes:
+        return read_bytes(store, name, start + offset, max(0, min(length, size - offset)))
+
+    return read_at
 
 
 def read_bytes(store: Store, name: str, start: int = 0, length: int | None = None) -> bytes:

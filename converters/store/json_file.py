@@ -9,15 +9,15 @@ from typing import Any
 from converters.common.errors import CheckpointError, in_words, list_offenders
 from converters.store.hub_checksums import fetch_again
 
-_MAX_BYTES = 256 << 20  # the largest index there is takes 9 MB, the largest tokenizer.json 35 MB
+MOST_BYTES = 256 << 20  # the largest index there is takes 9 MB, the largest tokenizer.json 35 MB
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError if it is anything else, or larger than is plausible."""
     try:
         size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: {size:,} bytes, more than the plausible {_MAX_BYTES:,}")
+        if size > MOST_BYTES:
+            raise CheckpointError(f"{path}: {size:,} bytes, more than the plausible {MOST_BYTES:,}")
         raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None

@@ -41,6 +41,10 @@ class Location:
     def parent(self) -> "Location":
         return self._with(self._parts.parent)
 
+    def resolved(self) -> "Location":
+        """The path without links; a URI as it is."""
+        return self if self.scheme else Location(str(self.path.resolve()))
+
     def with_name(self, name: str) -> "Location":
         """The location of this name in the same folder."""
         return self._with(self._parts.with_name(name))

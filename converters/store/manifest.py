@@ -5,7 +5,6 @@ Its first line is the CRC32 of all bytes after that line, so that a flipped bit 
 
 import json
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +16,11 @@ from converters.common.crc import crc32, join_crc32
 from converters.common.errors import CheckpointError, in_words, list_offenders
 from converters.common.names import EDITABLE, MANIFEST
 from converters.common.threads import deferred_signals
+from converters.store.base import Store
 from converters.store.digest import sum_of_rows
-from converters.store.paths import checked_file_name, refuse_links_out
+from converters.store.folder import FolderStore
+from converters.store.location import Location
+from converters.store.paths import NotAFile, checked_file_name, refuse_links_out
 from converters.store.replace_file import replacing
 
 VERSION = 2
@@ -178,21 +180,22 @@ def _dump(manifest: Manifest) -> bytes:
     return "\n".join([*lines, " }", "}", ""]).encode()
 
 
-def check_sizes(folder: Path) -> Manifest | None:
+def check_sizes(place: Path | Store) -> Manifest | None:
     """Read the manifest and compare the sizes of its files: cheap enough for every open.
 
     Raises CheckpointError if one differs.
     """
-    manifest = read_manifest(folder)
-    if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
+    store = _store_of(place)
+    manifest = read_manifest(folder := store.local())
+    if manifest is not None and (broken := _size_problems(store, manifest, manifest.files)):
         small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
         refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
-        problems = [*broken.values(), *check_files(folder, small, manifest=manifest), *_added_files(folder, manifest)]
-        raise changed_since(folder, problems)
+        problems = [*broken.values(), *check_files(store, small, manifest=manifest), *_added_files(store, manifest)]
+        raise changed_since(store.location, problems)
     return manifest
 
 
-def changed_since(folder: Path, problems: Sequence[str], *, lost: str = "") -> CheckpointError:
+def changed_since(folder: Path | Location, problems: Sequence[str], *, lost: str = "") -> CheckpointError:
     """The error for a folder that differs from what titan wrote, on purpose or by damage."""
     return CheckpointError(
         f"{folder}: changed or damaged since titan wrote it:{list_offenders(problems)}",
@@ -212,8 +215,12 @@ def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
     return results
 
 
+def _store_of(place: Path | Store) -> Store:
+    return FolderStore(place) if isinstance(place, Path) else place
+
+
 def check_files(
-    folder: Path,
+    place: Path | Store,
     names: Iterable[str] | None = None,
     *,
     manifest: Manifest | None = None,
@@ -224,72 +231,68 @@ def check_files(
     `manifest`: the folder's, if it has been read already. `do_all` does the reading, a part of a file with each
     call: processes may share it.
     """
-    manifest = manifest or read_manifest(folder)
+    store = _store_of(place)
+    manifest = manifest or read_manifest(store.local())
     if manifest is None:
-        raise CheckpointError(f"{folder}: has no {MANIFEST}, so there is nothing to compare its files with")
+        raise CheckpointError(f"{store.location}: has no {MANIFEST}, so there is nothing to compare its files with")
     wanted = list(manifest.files if names is None else names)
-    broken = _size_problems(folder, manifest, wanted)
+    broken = _size_problems(store, manifest, wanted)
     problems = list(broken.values())
     whole = [name for name in wanted if name not in broken]
     parts = [(name, start) for name in whole for start in range(0, manifest.files[name].size or 1, _PART_BYTES)]
     sums = dict.fromkeys(whole, 0)
-    reads = [partial(_sum_part, folder / name, start, manifest.files[name].size) for name, start in parts]
+    reads = [partial(_sum_part, store, name, start, manifest.files[name].size) for name, start in parts]
     for (name, _), part in zip(parts, do_all(reads), strict=True):
         sums[name] = join_crc32(sums[name], part.crc32, part.size)
     for name in whole:
         if sums[name] != manifest.files[name].crc32:
             problems.append(f"{name}: its bytes have changed (CRC32)")
-    return problems if names is not None else problems + _added_files(folder, manifest)
+    return problems if names is not None else problems + _added_files(store, manifest)
 
 
-def _added_files(folder: Path, manifest: Manifest) -> list[str]:
-    return [f"{name}: not in the manifest" for name in files_to_keep(folder) if name not in manifest.files]
+def _added_files(store: Store, manifest: Manifest) -> list[str]:
+    return [f"{name}: not in the manifest" for name in files_to_keep(store) if name not in manifest.files]
 
 
-def list_files(folder: Path) -> list[str]:
-    """Every file below `folder` but the manifest itself, as paths with `/`, sorted."""
-    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
-    return sorted(name for name in names if name not in (MANIFEST, _TEMPORARY))
+def list_files(place: Path | Store) -> list[str]:
+    """Every file of a folder but the manifest itself, as paths with `/`, sorted."""
+    return [name for name in _store_of(place).walk() if name not in (MANIFEST, _TEMPORARY)]
 
 
-def files_to_keep(folder: Path) -> list[str]:
+def files_to_keep(place: Path | Store) -> list[str]:
     """The files that must not change: all but those that users edit."""
-    return [name for name in list_files(folder) if name not in EDITABLE]
+    return [name for name in list_files(place) if name not in EDITABLE]
 
 
 def sum_file(path: Path) -> FileSum:
     """Read a file in blocks and sum it."""
-    return sum_range(path, 0, None)
+    store = _store_of(path.parent)
+    return sum_range(store, path.name, 0, store.size(path.name))
 
 
-def _sum_part(path: Path, start: int, size: int) -> FileSum:
-    """Sum the part that begins at `start`; the last part extends to the current end of the file."""
-    return sum_range(path, start, _PART_BYTES if start + _PART_BYTES < size else None)
+def _sum_part(store: Store, name: str, start: int, size: int) -> FileSum:
+    return sum_range(store, name, start, min(_PART_BYTES, size - start))
 
 
-def sum_range(path: Path, start: int, num_bytes: int | None) -> FileSum:
-    """Read `num_bytes` of a file from `start` on in blocks and sum them; None: up to its end."""
-    size = crc = 0
-    buffer = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while num_read := file.readinto(buffer if num_bytes is None else buffer[: num_bytes - size]):
-            crc = crc32(buffer[:num_read], crc)
-            size += num_read
-    return FileSum(size, crc)
+def sum_range(store: Store, name: str, start: int, num_bytes: int) -> FileSum:
+    """Read `num_bytes` of a file from `start` on in blocks and sum them."""
+    crc, buffer = 0, memoryview(bytearray(min(_READ_BYTES, num_bytes)))
+    for position in range(0, num_bytes, _READ_BYTES):
+        part = buffer[: num_bytes - position]
+        store.read_into(name, start + position, part)
+        crc = crc32(part, crc)
+    return FileSum(num_bytes, crc)
 
 
-def _size_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
+def _size_problems(store: Store, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
     """File → problem, for files that are missing or have another size than in the manifest."""
     problems = {}
     for name in names:
         try:
-            status = (folder / name).stat()
-        except OSError:
-            problems[name] = f"{name}: missing"
+            size = store.size(name)
+        except NotAFile as error:  # reading a pipe or a device would not end
+            problems[name] = f"{name}: {error.reason}"
             continue
-        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would not end
-            problems[name] = f"{name}: not a regular file"
-        elif status.st_size != manifest.files[name].size:
-            problems[name] = f"{name}: {status.st_size:,} bytes instead of {manifest.files[name].size:,}"
+        if size != manifest.files[name].size:
+            problems[name] = f"{name}: {size:,} bytes instead of {manifest.files[name].size:,}"
     return problems

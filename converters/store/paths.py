@@ -9,6 +9,14 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.store.hf_cache import is_blob_of
 
 
+class NotAFile(CheckpointError):
+    """A file of a checkpoint is missing or cannot be looked at, or something else has its name."""
+
+    def __init__(self, place: object, reason: str | None, *, hint: str = ""):
+        super().__init__(f"{place}: {reason}", hint=hint)
+        self.reason = reason
+
+
 def checked_file_name(name: object, *, what: str) -> str:
     """`name` if it is one plain file name. Separators, `..`, drive letters, `~` and control characters are refused."""
     is_plain = (
@@ -34,11 +42,11 @@ def checked_file_size(folder: Path, name: str) -> int:
             refuse_links_out(folder, [path])
         status = os.stat(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing", hint="the checkpoint is incomplete") from None
+        raise NotAFile(path, "missing", hint="the checkpoint is incomplete") from None
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from error
+        raise NotAFile(path, error.strerror) from error
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: not a regular file")
+        raise NotAFile(path, "not a regular file")
     return status.st_size
 
 
@@ -73,6 +81,12 @@ def refuse_links_out(folder: Path, paths: Iterable[Path]) -> None:
             f"cp -rL {folder} {folder}-copy",
         ],
     )
+
+
+def refuse_listed_links(folder: Path, names: Iterable[str]) -> None:
+    """`refuse_links_out` for the files of a list, which may be in folders of `folder`, or be links."""
+    paths = [folder / name for name in names]
+    refuse_links_out(folder, [path for path in paths if path.parent != folder or path.is_symlink()])
 
 
 def linked_files(folder: Path) -> list[Path]:

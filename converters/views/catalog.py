@@ -12,6 +12,8 @@ from typing import Any
 from converters.common.box import Box
 from converters.common.dtypes import itemsize
 from converters.common.names import section_of
+from converters.store.base import Store
+from converters.store.location import Location
 from converters.store.manifest import Manifest, read_manifest
 
 UNLOCATED = -1  # a chunk's byte_offset before its DCP item was opened
@@ -27,7 +29,7 @@ class Chunk:
     """
 
     box: Box
-    file: str  # relative to the catalog's root
+    file: str  # its name in the catalog's store
     byte_offset: int
     strides: tuple[int, ...]  # in elements; row-major but in some torch files
     crc32: int | None = None  # of the chunk's whole record, if the container carries one
@@ -63,7 +65,7 @@ class BlobEntry:
 class Catalog:
     """All tensors and blobs of one checkpoint."""
 
-    root: Path
+    store: Store  # of its files
     container: str  # "dcp" | "safetensors" | "torch" | "meta"
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Catalog:
     copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards repeat
     of_ranks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # further shards' own parts of dropped tensors
     file: str = ""  # the one file that holds all tensors, if there is one: errors name it
+    is_lone_file: bool = False  # a file was opened by its name, not the folder that it is in
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
     stored: dict[str, str] = field(default_factory=dict)  # name → name in the files, if prefixes were removed
@@ -84,9 +87,19 @@ class Catalog:
         return read_manifest(self.root)
 
     @property
-    def place(self) -> Path:
-        """The path that errors about its tensors name: the file, or the folder of several."""
-        return self.root / self.file
+    def root(self) -> Path:
+        """A folder on this machine that has the small files; if the checkpoint is in a folder, that folder."""
+        return self.store.local()
+
+    @property
+    def location(self) -> Location:
+        """The location of the folder of its files."""
+        return self.store.location
+
+    @property
+    def place(self) -> Location:
+        """The location that errors about its tensors name: the file, or the folder of several."""
+        return self.location / self.file
 
     @property
     def place_of_selected(self) -> str:

@@ -11,6 +11,7 @@ from huggingface_hub.file_download import repo_folder_name
 from converters.common.errors import CheckpointError, list_offenders
 from converters.containers.safetensors import read_weight_map
 from converters.conversion.records import Progress
+from converters.store.folder import FolderStore
 from converters.store.hub_checksums import Recorded, has_content, is_computable, recorded_files
 from titan_tools.hub.targets import DownloadTarget, RemoteFile
 
@@ -91,8 +92,8 @@ def require_whole(
         jobs = {n: pool.submit(has_content, folder / n, r.etag, advance=advance) for n, r in recorded.items()}
         bad = [f"{name}: {_fault(folder / name)}" for name, job in jobs.items() if not job.result()]
     if not bad:
-        indexes = [folder / name for name in names if name.endswith(".index.json")]
-        listed = {str(file) for index in indexes for file in read_weight_map(index).values()}
+        store, indexes = FolderStore(folder), [name for name in names if name.endswith(".index.json")]
+        listed = {str(file) for index in indexes for file in read_weight_map(store, index).values()}
         bad = [f"{name}: missing, and the index names it" for name in sorted(listed) if not (folder / name).is_file()]
     if bad:
         raise CheckpointError(

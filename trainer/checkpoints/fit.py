@@ -1,7 +1,6 @@
 """Compare a checkpoint with the model that it is loaded into, before any weight is changed."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from converters.common.box import TensorInfo
 from converters.common.dtypes import DTYPES
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import OPTIMIZER, RNG, section_of
+from converters.store.location import Location
 from trainer.checkpoints.arrays import dtype_name
 from trainer.ranks.agree import on_each
 
@@ -21,7 +21,7 @@ def refuse_misfits(
     blobs: Mapping[str, Any],
     *,
     group: dist.ProcessGroup,
-    path: Path,
+    path: Location,
     may_cast: bool,
 ) -> None:
     """Raise CheckpointError, on every rank, with all keys that are missing, unexpected, or of another shape or dtype.

@@ -46,6 +46,7 @@ from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
 from converters.containers.dcp_metadata import dump_metadata
 from converters.layout.layout import DISTCP_FILE
 from converters.store.digest import TensorDigest, has_whole_rows
+from converters.store.folder import FolderStore
 from converters.store.manifest import FileSum
 from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
 from trainer.checkpoints.arrays import as_array, as_tensor, dtype_name
@@ -222,7 +223,7 @@ class CheckpointWriter(StorageWriter):
             fqn: TensorEntry(fqn, parts[0].dtype, parts[0].shape, _chunks(parts)) for fqn, parts in chunks.items()
         }
         blobs = {item.fqn: BlobEntry(item.fqn, item.file, *item.item) for item in items if item.box is None}
-        catalog = Catalog(self._folder, "dcp", tensors, blobs, dict(metadata.planner_data or {}))
+        catalog = Catalog(FolderStore(self._folder), "dcp", tensors, blobs, dict(metadata.planner_data or {}))
         with _SyncedFile(self._folder / DCP_METADATA) as file:
             file.write(dump_metadata(catalog))
             self.files[file.name] = FileSum(file.size, file.crc32)

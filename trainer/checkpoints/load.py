@@ -270,7 +270,7 @@ def _fill(
             raise as_titan_error(f"cannot load {reader.catalog.place}", error) from error
 
     _or_damaged(path, manifest, group, read)
-    if sums and (problems := sums.problems(path, manifest.files, group)):
+    if sums and (problems := sums.problems(manifest.files, group)):
         raise DamagedFiles(path, problems)
     while staged:  # all ranks agree
         target, values = staged.pop()

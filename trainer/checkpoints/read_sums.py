@@ -4,13 +4,11 @@ Each rank sums the byte ranges that it reads. Ranges that follow one another giv
 rank has read, or only in too many small ranges, is divided among the ranks and read for its CRC32 alone.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from heapq import nlargest
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from converters.common.crc import crc32, join_crc32
 from converters.engine.read import CatalogReader
+from converters.store.base import Store, reading_part
 from converters.store.manifest import FileSum, in_threads, sum_range
 from trainer.ranks.agree import on_each
 
@@ -69,10 +68,10 @@ class ReadSums:
         if self._files[file].ranges.setdefault((start, len(data)), crc) != crc:
             self._unsteady.add(file)
 
-    def problems(self, folder: Path, files: Mapping[str, FileSum], group: dist.ProcessGroup) -> list[str]:
+    def problems(self, files: Mapping[str, FileSum], group: dist.ProcessGroup) -> list[str]:
         """Problems of `files`; [] if each has its CRC32. All ranks of `group` get the same answer."""
         names, rank, world = sorted(files), group.rank(), group.size()
-        gathered = on_each(group, lambda: (self._largest(folder, files, names), self._unsteady))
+        gathered = on_each(group, lambda: (self._largest(files, names), self._unsteady))
         rows = np.concatenate([ranges for ranges, _ in gathered])
         rows = np.unique(rows[rows[:, 0] % world == rank], axis=0)  # of this rank's share; sorted, the longest first
         is_same_range = (rows[1:, :3] == rows[:-1, :3]).all(axis=1)
@@ -81,7 +80,7 @@ class ReadSums:
         for number in range(rank, len(names), world):
             begin, end = np.searchsorted(rows[:, 0], (number, number + 1))
             parts[names[number]] = list(_cover(files[names[number]].size, rows[begin:end, 1:].tolist()))
-        crc32s = _sum_unread(folder, parts, group)
+        crc32s = _sum_unread(self._reader.catalog.store, parts, group)
 
         def own_problems() -> list[str]:
             return [f"{name}: two reads of it gave different bytes" for name in sorted(unsteady & parts.keys())] + [
@@ -90,14 +89,14 @@ class ReadSums:
 
         return sorted(problem for share in on_each(group, own_problems) for problem in share)
 
-    def _largest(self, folder: Path, files: Mapping[str, FileSum], names: list[str]) -> np.ndarray:
+    def _largest(self, files: Mapping[str, FileSum], names: list[str]) -> np.ndarray:
         """This rank's ranges as rows [file number, start, -length, CRC32]."""
         self._look_at_chunks()
         rows = [
             (number, span.start, span.start - span.end, span.crc32)
             for number, name in enumerate(names)
             if name in self._files
-            for span in _join(folder / name, self._files[name], files[name].size)
+            for span in _join(self._reader.catalog.store, name, self._files[name], files[name].size)
         ]
         return np.array(nlargest(_MOST_RANGES, rows, key=lambda row: -row[2]), dtype=np.int64).reshape(-1, 4)
 
@@ -113,18 +112,18 @@ class ReadSums:
                 self._files[chunk.file].tails[start + num_bytes] = begin + length
 
 
-def _join(path: Path, opened: _File, size: int) -> list[_Span]:
+def _join(store: Store, name: str, opened: _File, size: int) -> list[_Span]:
     """Ranges without overlap, each in one chunk, with the bytes around it; a single one if that is all of a file."""
     spans: list[_Span] = []
-    with path.open("rb", buffering=0) as file:
-        for (start, length), crc in sorted(opened.ranges.items()):
-            begin, end = opened.heads.get(start, start), opened.tails.get(start + length, start + length)
-            if spans and begin < spans[-1].end:  # overlaps the range before it
-                continue
-            head, tail = (os.pread(file.fileno(), b - a, a) for a, b in ((begin, start), (start + length, end)))
-            span = _Span(begin, end, crc32(tail, join_crc32(crc32(head), crc, length)))
-            is_same_chunk = spans and begin == spans[-1].end and begin not in opened.begins
-            spans[-1:] = [_joined(spans[-1], span)] if is_same_chunk else [*spans[-1:], span]
+    read_at = reading_part(store, name, 0, store.size(name))
+    for (start, length), crc in sorted(opened.ranges.items()):
+        begin, end = opened.heads.get(start, start), opened.tails.get(start + length, start + length)
+        if spans and begin < spans[-1].end:  # overlaps the range before it
+            continue
+        head, tail = (read_at(a, b - a) for a, b in ((begin, start), (start + length, end)))
+        span = _Span(begin, end, crc32(tail, join_crc32(crc32(head), crc, length)))
+        is_same_chunk = spans and begin == spans[-1].end and begin not in opened.begins
+        spans[-1:] = [_joined(spans[-1], span)] if is_same_chunk else [*spans[-1:], span]
     follows = [(before.end, after.start) for before, after in zip(spans, spans[1:], strict=False)]
     if spans and spans[0].start == 0 and spans[-1].end == size and all(end == start for end, start in follows):
         return [reduce(_joined, spans)]
@@ -147,12 +146,12 @@ def _cover(size: int, rows: Iterable[list[int]]) -> Iterator[_Range]:
             end = start - negative_length
 
 
-def _sum_unread(folder: Path, parts: Mapping[str, list[_Range]], group: dist.ProcessGroup) -> dict[str, int]:
+def _sum_unread(store: Store, parts: Mapping[str, list[_Range]], group: dist.ProcessGroup) -> dict[str, int]:
     """CRC32 of each file of this rank's share, after all ranks together have read what none of them had."""
     local_parts = [(name, part) for name, ranges in parts.items() for part in ranges if part.crc32 is None]
     unread = [each for share in on_each(group, lambda: local_parts) for each in share]
     rank, world = group.rank(), group.size()
-    works = [partial(sum_range, folder / name, part.start, part.length) for name, part in unread[rank::world]]
+    works = [partial(sum_range, store, name, part.start, part.length) for name, part in unread[rank::world]]
     crcs: dict[tuple[str, int], int] = {}
     for reader, sums in enumerate(on_each(group, lambda: in_threads(works))):
         crcs |= {(n, p.start): s.crc32 for (n, p), s in zip(unread[reader::world], sums, strict=True)}

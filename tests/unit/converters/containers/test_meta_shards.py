@@ -573,11 +573,9 @@ def test_a_row_cut_weight_is_read_in_blocks(llama3, four, monkeypatch):
     from converters.engine import read
 
     monkeypatch.setattr(read, "BLOCK_BYTES", 1024)
-    catalog, seen, pread = open_checkpoint(four), [], read._read_into
-    monkeypatch.setattr(
-        read, "_read_into", lambda fd, start, view, what: (seen.append(len(view)), pread(fd, start, view, what))
-    )
-    with read.CatalogReader(catalog) as reader:
+    seen = []
+    with read.CatalogReader(open_checkpoint(four)) as reader:
+        reader.on_read = lambda file, start, view: seen.append(len(view))
         found = reader.read("layers.0.feed_forward.w2.weight", Box((8, 0), (4, 256)))
     assert torch.equal(torch.from_numpy(found), full(llama3)["layers.0.feed_forward.w2.weight"][8:12])
     assert sum(seen) == found.nbytes and len(seen) == 4

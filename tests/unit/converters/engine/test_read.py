@@ -14,6 +14,7 @@ import converters.engine.read as read
 from converters.common.box import Box
 from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
+from converters.store.folder import FolderStore
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 from tests.unit.converters.views.test_cover import split
 
@@ -32,7 +33,7 @@ def lay_out(folder: Path, array: np.ndarray, boxes: list[Box], generator: random
         lead = generator.randrange(5)
         (folder / f"{number}.bin").write_bytes(b"\xee" * lead + padded.tobytes())
         chunks.append(Chunk(box, f"{number}.bin", lead, strides))
-    return Catalog(folder, "dcp", {"w": TensorEntry("w", array.dtype.name, array.shape, tuple(chunks))})
+    return Catalog(FolderStore(folder), "dcp", {"w": TensorEntry("w", array.dtype.name, array.shape, tuple(chunks))})
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -95,7 +96,7 @@ def test_memory_is_the_box_and_a_bounded_buffer(tmp_path, columns):
     with (tmp_path / "f").open("wb") as file:
         file.truncate(prod(shape))
     chunk = Chunk(Box.whole(shape), "f", 0, (1, shape[0]))  # stored transposed
-    catalog = Catalog(tmp_path, "torch", {"w": TensorEntry("w", "uint8", shape, (chunk,))})
+    catalog = Catalog(FolderStore(tmp_path), "torch", {"w": TensorEntry("w", "uint8", shape, (chunk,))})
     box = Box((0, columns.start), (1024 if columns.stop > 64 else 8192, columns.stop - columns.start))
     tracemalloc.start()
     with CatalogReader(catalog) as reader:

@@ -13,6 +13,7 @@ from converters.engine.read import CatalogReader
 from converters.families.llama3 import FLAVORS
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
+from converters.store.folder import FolderStore
 from converters.store.manifest import read_manifest
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 from trainer.checkpoints import read_sums, write
@@ -54,7 +55,9 @@ def test_whatever_is_read_every_changed_byte_is_found(step, group, monkeypatch, 
     num_read = []
     whole = read_sums.sum_range
     monkeypatch.setattr(
-        read_sums, "sum_range", lambda path, start, num: (num_read.append(num), whole(path, start, num))[1]
+        read_sums,
+        "sum_range",
+        lambda store, name, start, num: (num_read.append(num), whole(store, name, start, num))[1],
     )
 
     def problems(share):
@@ -62,7 +65,7 @@ def test_whatever_is_read_every_changed_byte_is_found(step, group, monkeypatch, 
             sums = ReadSums(reader)
             read_some(reader, draw, share=share)
             num_read.clear()
-            return sums.problems(step, files, group)
+            return sums.problems(files, group)
 
     small = sum(f.size for name, f in files.items() if not name.endswith(".distcp"))
     assert problems(1.0) == [] and sum(num_read) == small  # of the data, nothing is read again
@@ -90,7 +93,7 @@ def test_bytes_that_change_between_two_reads_are_a_problem(step, group):
         sums = ReadSums(reader)
         sums._add("__0_0.distcp", 0, memoryview(b"some"))
         sums._add("__0_0.distcp", 0, memoryview(b"same"))
-        found = sums.problems(step, files, group)
+        found = sums.problems(files, group)
     assert "__0_0.distcp: two reads of it gave different bytes" in found
 
 
@@ -106,7 +109,7 @@ def test_parts_of_several_ranks_cover_a_file(tmp_path):
                 if draw.random() < 0.6:
                     start, length = start + draw.choice([0, 0, 100]), draw.choice([500, 500, 400, 900])
                     known.ranges[start, min(length, 10_000 - start)] = zlib.crc32(data[start : start + length])
-            rows += [[s.start, s.start - s.end, s.crc32] for s in _join(tmp_path / "file", known, 10_000)]
+            rows += [[s.start, s.start - s.end, s.crc32] for s in _join(FolderStore(tmp_path), "file", known, 10_000)]
         end = 0
         for part in _cover(10_000, sorted(rows)):
             assert part.start == end

@@ -1,0 +1,40 @@
+"""Small files of a checkpoint on this machine, below `Store.local`: what there is, and what is in it."""
+
+import os
+from pathlib import Path
+
+
+def exists(path: Path) -> bool:
+    return path.exists()
+
+
+def is_file(path: Path) -> bool:
+    return path.is_file()
+
+
+def is_link(path: Path) -> bool:
+    return path.is_symlink()
+
+
+def target_of(path: Path) -> str:
+    """What a link names; "" for anything else."""
+    return os.readlink(path) if path.is_symlink() else ""
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of files and folders in a folder, sorted; none if it is no folder."""
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """Size, time and inode of a file: another content has another one."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def read_bytes(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(errors="replace")
