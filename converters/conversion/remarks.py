@@ -1,7 +1,6 @@
 """Remarks of a conversion about everything but the weights: dtype, tokenizer, other files, fields of config.json."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from converters.common.box import TensorInfo, count_dtypes
 from converters.common.dtypes import DTYPES
@@ -18,6 +17,7 @@ from converters.common.names import (
 )
 from converters.model.model_info import ModelInfo
 from converters.quantized.quantized_tensors import QuantizedTensors
+from converters.store.base import names_at
 from converters.tokenizers.assets import TOKENIZERS, largest_token_id
 from converters.views.catalog import Catalog
 
@@ -77,12 +77,11 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
     """Files of the source's folder that are not in the output; "" if there are none. Hidden ones do not count."""
     holding = catalog.tensor_files
     carried = {path.absolute() for path in info.assets.values()}
-    places = [catalog.root, catalog.root / ASSETS_FOLDER]
+    inside = [f"{ASSETS_FOLDER}/{name}" for name in names_at(catalog.location / ASSETS_FOLDER)]
     left = [
-        f"{path.relative_to(catalog.root)}{'/' if path.is_dir() else ''}"
-        for place in filter(Path.is_dir, places)
-        for path in sorted(place.iterdir())
-        if not path.name.startswith(".")
+        name
+        for name in sorted([*catalog.store.names(), *inside], key=lambda name: ("/" in name[:-1], name.rstrip("/")))
+        if not (path := catalog.root / name).name.startswith(".")
         and path.name not in (*_READ, *holding, *(name.split("/")[0] for name in catalog.unread))
         and path.suffix not in (".safetensors", ".distcp")  # weights: the catalog's notes name them
         and path.absolute() not in carried

@@ -55,7 +55,7 @@ def _is_foreign(catalog: Catalog, naming: str, info: ModelInfo) -> bool:
     """Whether nothing describes weights of torchtitan's names, of a family that torchtitan computes otherwise."""
     is_torchtitans = catalog.container in ("dcp", "torch") and naming in _TORCHTITANS
     deviates = get_family(info.family).as_torchtitan_trained is not None
-    return deviates and is_torchtitans and not (catalog.root / MODEL_INFO).is_file()
+    return deviates and is_torchtitans and MODEL_INFO not in catalog.store.names()
 
 
 def apply_trained_by(weights: NativeWeights, trained_by: str | None) -> tuple[NativeWeights, list[str]]:

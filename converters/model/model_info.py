@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from converters.model.hf_fields import (
 )
 from converters.model.multimodal import OUTER, find_files, joined_config, split_config
 from converters.quantized.quantization import KEY, Scheme, quantization_config, read_quantization
-from converters.store.hf_cache import snapshot_of
+from converters.store.hf_cache import folder_of
 from converters.store.json_file import read_json, write_json
+from converters.store.local_files import is_file, names_in
 from converters.store.paths import refuse_links_out
 from converters.tokenizers.assets import TOKEN_IDS, find_assets, find_documents, read_carried_ids, read_token_ids
 from converters.views.catalog import Catalog
@@ -73,17 +75,17 @@ def description_folder(path: Path) -> Path:
     """The folder of the files that describe the model of a checkpoint: its own or, for shards of several ranks, where
     trainers put them: .hf_metadata in it (NeMo Automodel), or the folder above (transformers, torchtitan).
     """
-    folder = snapshot_of(path) if path.is_dir() else path.parent
+    folder = folder_of(path)
     places = [folder]
-    if any(folder.glob("shard-*-model-*.safetensors")):
+    if any(fnmatch(name, "shard-*-model-*.safetensors") for name in names_in(folder)):
         places += [folder / ".hf_metadata", folder.absolute().parent]
-    return next((place for place in places if any((place / name).is_file() for name in MODEL_FILES)), folder)
+    return next((place for place in places if any(is_file(place / name) for name in MODEL_FILES)), folder)
 
 
 def find_model_file(path: Path) -> Path | None:
     """The file that describes a checkpoint's model."""
     folder = description_folder(path)
-    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
+    return next((folder / name for name in MODEL_FILES if is_file(folder / name)), None)
 
 
 def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
@@ -151,7 +153,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
 def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError if a config.json or params.json contradicts titan_model.json."""
     for name in MODEL_FILES[1:]:
-        if not (folder / name).is_file():
+        if not is_file(folder / name):
             continue
         content = read_json(folder / name)
         with _naming_folder(folder):

@@ -17,6 +17,7 @@ from converters.common.names import ASSETS_FOLDER
 from converters.families.base import Family, ModelArgs, Multimodal
 from converters.families.registry import all_families
 from converters.families.rules import OTHER_MEDIUM
+from converters.store.local_files import is_file
 from converters.views.expressions import Expression, Source
 from converters.views.view import View
 
@@ -82,7 +83,7 @@ def joined_config(
 def find_files(folder: Path, multimodal: Multimodal) -> dict[str, Path]:
     """The small files of the class in a checkpoint's folder, by name."""
     places = (folder, folder / ASSETS_FOLDER)
-    return {name: path for name in multimodal.files for place in reversed(places) if (path := place / name).is_file()}
+    return {name: path for name in multimodal.files for place in reversed(places) if is_file(path := place / name)}
 
 
 def with_extras(view: View, native: View, names: tuple[str, ...]) -> View:

@@ -6,8 +6,7 @@ from collections.abc import Collection
 from converters.common.errors import TitanError, UnsupportedError
 from converters.common.names import HF_CONFIG
 from converters.containers.torch_folder import open_file
-from converters.store.base import names_at, open_store
-from converters.store.local_files import read_text
+from converters.store.base import names_at, open_store, text_at
 from converters.store.location import Location
 
 _TORCH_CHECKPOINTING = "metadata.pkl"
@@ -82,7 +81,7 @@ def _deepspeed_step(path: Location, names: Collection[str]) -> Location | None:
     """The newest step of DeepSpeed in a folder: the one that its file `latest` names, else the one of most steps."""
     steps = [path / name for name in names if re.fullmatch(r"global_step\d+(_universal)?/", name)]
     steps = [step for step in steps if _is_deepspeed_step(step)]
-    named = read_text(open_store(path)[0].local(["latest"]) / "latest").strip() if "latest" in names else ""
+    named = text_at(path / "latest").strip()
     return next(
         (s for s in steps if s.name == named),
         max(steps, key=lambda s: int(re.findall(r"\d+", s.name)[0]), default=None),

@@ -11,8 +11,8 @@ from converters.containers.torch_folder import open_file
 from converters.model.model_info import MODEL_FILES, describes_model
 from converters.source.foreign_folders import foreign_folder
 from converters.source.weight_files import ADAPTER, FOREIGN, HF_ENTRIES, merge_command
-from converters.store.base import names_at, open_store
-from converters.store.local_files import is_link, read_text, target_of
+from converters.store.base import names_at, open_store, text_at
+from converters.store.local_files import is_link, target_of
 from converters.store.location import Location
 
 
@@ -93,10 +93,7 @@ def _checkpoints_inside(path: Location, *, depth: int = 3) -> list[Location]:
             checkpoints.append(folder)
         elif depth > 1:
             checkpoints += _checkpoints_inside(folder, depth=depth - 1)
-    root = open_store(path)[0].local(["LATEST.txt"])
-    named = (
-        target_of(root / "LATEST") or ("LATEST.txt" in names_at(path) and read_text(root / "LATEST.txt").strip()) or ""
-    )
+    named = target_of(open_store(path)[0].local() / "LATEST") or text_at(path / "LATEST.txt").strip()
     newest = f"{path / PurePath(named).name}/"
     return [c for c in checkpoints if named and f"{c}/".startswith(newest)] or sorted(checkpoints, key=_numbers)
 

@@ -82,6 +82,15 @@ def names_at(location: Location) -> list[str]:
     return [] if file else store.names()
 
 
+def text_at(location: Location) -> str:
+    """The text of a small file; "" if there is none."""
+    try:
+        store, file = open_store(location)
+    except CheckpointError:
+        return ""
+    return read_bytes(store, file).decode(errors="replace") if file else ""
+
+
 def reading_part(store: Store, name: str, start: int, size: int) -> Callable[[int, int], bytes]:
     """The function that reads `(offset, length)` of a part of a file; it returns less beyond the end of the part."""
 

@@ -41,6 +41,11 @@ def snapshot_of(path: Path) -> Path:
     )
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of a checkpoint's files: its snapshot or, of a file, the folder that it is in."""
+    return snapshot_of(path) if path.is_dir() else path.parent
+
+
 def repository_of(folder: Path) -> Path | None:
     """The repository's folder in the cache whose snapshot contains `folder`, resolved; None for other folders."""
     folder = Path(os.path.realpath(folder))

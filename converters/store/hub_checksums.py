@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.store.hf_cache import blob_of, repository_of, snapshot_of
+from converters.store.hf_cache import blob_of, folder_of, repository_of
 
 _ETAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _RECORDS = Path(".cache", "huggingface", "download")
@@ -87,7 +87,7 @@ def record_file(folder: Path, name: str, recorded: Recorded, time: float) -> Non
 
 def fetch_again(path: Path) -> dict[str, Any]:
     """`hint` and `tries` of an error about a damaged file of a download, or its folder; {} for other files."""
-    folder = snapshot_of(path) if path.is_dir() else path.parent
+    folder = folder_of(path)
     if repository := repository_of(folder):
         name = repository.name.removeprefix("models--").replace("--", "/")
         commit = _commit_of(folder, repository)

@@ -1,7 +1,8 @@
-"""Small files of a checkpoint on this machine, below `Store.local`: what there is, and what is in it."""
+"""Small files on this machine, such as those below `Store.local`: what there is, and what is in it."""
 
 import os
 from pathlib import Path
+from typing import TextIO
 
 
 def exists(path: Path) -> bool:
@@ -10,6 +11,10 @@ def exists(path: Path) -> bool:
 
 def is_file(path: Path) -> bool:
     return path.is_file()
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir()
 
 
 def is_link(path: Path) -> bool:
@@ -26,6 +31,10 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
 def stamp(path: Path) -> tuple[int, int, int]:
     """Size, time and inode of a file: another content has another one."""
     status = path.stat()
@@ -36,5 +45,15 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read_start(path: Path, most_bytes: int) -> bytes:
+    """The first bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(most_bytes)
+
+
 def read_text(path: Path) -> str:
-    return path.read_text(errors="replace")
+    return path.read_text(encoding="utf-8")
+
+
+def open_text(path: Path) -> TextIO:
+    return path.open(encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 from converters.common.errors import CheckpointError
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.store.json_file import read_json
+from converters.store.local_files import stamp
 from converters.tokenizers.sentencepiece_model import BPE_TYPE, SentencePiece, merges_of, read_sentencepiece
 from converters.tokenizers.tiktoken_from_json import merge_differences, special_token_differences, split_differences
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, looks_like_tiktoken, read_ranks
@@ -36,7 +37,7 @@ def compare_tokenizers(described: Path, model: Path) -> Comparison:
 
     Raises CheckpointError if either is damaged.
     """
-    return _compare(described, model, _stamp(described), _stamp(model))
+    return _compare(described, model, stamp(described), stamp(model))
 
 
 def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = None) -> str:
@@ -53,11 +54,6 @@ def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = No
     if not problems and meta_vocab_size is not None and looks_like_tiktoken(model):
         problems = special_token_differences(compared.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
     return "; ".join(problems[:3])
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 @lru_cache(maxsize=4)

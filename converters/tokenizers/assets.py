@@ -21,6 +21,7 @@ from converters.common.names import (
     VOCAB_JSON,
 )
 from converters.store.json_file import read_json, write_json
+from converters.store.local_files import is_file, names_in, size
 from converters.store.paths import refuse_links_out
 from converters.tokenizers.agreement import disagreement
 from converters.tokenizers.sentencepiece_model import (
@@ -74,9 +75,9 @@ def find_assets(folder: Path) -> dict[str, Path]:
     """Carried files of a checkpoint by name: in its folder, in assets/ (DCP), or in original/ (HF's Llama repos)."""
     found = {}
     for place in (folder, folder / ASSETS_FOLDER, folder / "original"):
-        further = sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in (place / CHAT_TEMPLATES).glob("*.jinja"))
+        further = [f"{CHAT_TEMPLATES}/{n}" for n in names_in(place / CHAT_TEMPLATES) if n.endswith(".jinja")]
         for name in (*CARRIED, *further):
-            if name not in found and (place / name).is_file():
+            if name not in found and is_file(place / name):
                 found[name] = place / name
     return found
 
@@ -86,21 +87,20 @@ def find_documents(folder: Path) -> dict[str, Path]:
 
     A project's own README.md in a folder that has only a config or a tokenizer is not the model's.
     """
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if not any(_WEIGHTS.fullmatch(name) for name in names):
+    if not any(_WEIGHTS.fullmatch(name) for name in names_in(folder)):
         return {}
     documents = {}
     for parent in (folder, folder / ASSETS_FOLDER):
-        for path in sorted(parent.iterdir()) if parent.is_dir() else []:
-            if path.name not in documents and _is_document(folder, path):
-                documents[path.name] = path
+        for name in names_in(parent):
+            if name not in documents and _is_document(folder, parent / name):
+                documents[name] = parent / name
     return documents
 
 
 def _is_document(folder: Path, path: Path) -> bool:
-    if not (path.name.isprintable() and _DOCUMENT.fullmatch(path.name) and path.is_file()):
+    if not (path.name.isprintable() and _DOCUMENT.fullmatch(path.name) and is_file(path)):
         return False
-    if path.stat().st_size > _MOST_OF_DOCUMENT:
+    if size(path) > _MOST_OF_DOCUMENT:
         return False
     try:
         refuse_links_out(folder, [path])
@@ -145,7 +145,7 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
     if vocabulary_file(assets) is None:
         return {}
     described = assets.get(TOKENIZER_JSON)
-    in_metas_folder = model and described == model.parent / TOKENIZER_JSON and (model.parent / META_PARAMS).is_file()
+    in_metas_folder = model and described == model.parent / TOKENIZER_JSON and is_file(model.parent / META_PARAMS)
     if model and (is_metas(assets) or in_metas_folder) and looks_like_tiktoken(model):
         return _ids_of_meta(assets, model, vocab_size)
     if model and is_metas(assets):

@@ -31,6 +31,7 @@ from converters.common.names import (
     VOCAB_JSON,
 )
 from converters.store.json_file import read_json
+from converters.store.local_files import is_file, read_bytes, read_text, stamp
 from converters.tokenizers import moonshot
 from converters.tokenizers.classes import CLASSES, TokenizerClass, class_name
 from converters.tokenizers.declared import ROLES, Declared, Token, read_declared
@@ -102,7 +103,7 @@ def is_metas(assets: Mapping[str, Path]) -> bool:
     model = assets.get(TIKTOKEN_MODEL)
     if model is None or assets.keys() & {TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS}:
         return False
-    return looks_like_tiktoken(model) or not (model.parent / HF_CONFIG).is_file()
+    return looks_like_tiktoken(model) or not is_file(model.parent / HF_CONFIG)
 
 
 def implied_class(assets: Mapping[str, Path]) -> str | None:
@@ -124,8 +125,8 @@ def read_folder_tokenizer(assets: Mapping[str, Path], *, with_merges: bool = Tru
     path = vocabulary_file(assets)
     place = path.parent if path else Path()
     beside = (place / HF_CONFIG, place / MODEL_INFO, place.parent / MODEL_INFO)  # see _model_config
-    files = [*(assets[name] for name in sorted(assets)), *(file for file in beside if file.is_file())]
-    stamps = [(str(file), (found := file.stat()).st_mtime_ns, found.st_size, found.st_ino) for file in files]
+    files = [*(assets[name] for name in sorted(assets)), *(file for file in beside if is_file(file))]
+    stamps = [(str(file), *stamp(file)) for file in files]
     return _read(tuple(assets.items()), with_merges, tuple(stamps))
 
 
@@ -197,16 +198,16 @@ def _settings(assets: Mapping[str, Path]) -> dict[str, Any]:
 
 def _class_of(assets: Mapping[str, Path], path: Path) -> str:
     def is_byte_level() -> bool:
-        return path.name == TOKENIZER_JSON and b'"ByteLevel"' in path.read_bytes()
+        return path.name == TOKENIZER_JSON and b'"ByteLevel"' in read_bytes(path)
 
     return class_name(_settings(assets), _model_config(path.parent), is_byte_level=is_byte_level)
 
 
 def _model_config(folder: Path) -> Mapping[str, Any]:
     """The config.json beside a tokenizer, for its class; a checkpoint of titan says it in titan_model.json."""
-    if (folder / HF_CONFIG).is_file():
+    if is_file(folder / HF_CONFIG):
         return read_json(folder / HF_CONFIG)
-    if (place := next((place for place in (folder, folder.parent) if (place / MODEL_INFO).is_file()), None)) is None:
+    if (place := next((place for place in (folder, folder.parent) if is_file(place / MODEL_INFO)), None)) is None:
         return {}
     content = read_json(place / MODEL_INFO)
     config = dict(content.get(UNTRANSLATED) or {})
@@ -290,7 +291,7 @@ def _refuse_mistral_regex(tokenizer: Tokenizer, settings: Mapping[str, Any], pat
     Copies of the tokenizer without that config.json would be read with the old pattern.
     """
     config = path.parent / HF_CONFIG
-    if not settings.get("fix_mistral_regex") or not config.is_file() or tokenizer.pre_tokenizer is None:
+    if not settings.get("fix_mistral_regex") or not is_file(config) or tokenizer.pre_tokenizer is None:
         return
     content = read_json(config)
     made_by, kind = content.get("transformers_version"), content.get("model_type")
@@ -412,5 +413,5 @@ def _pair(merge: Any) -> tuple[str, str]:
 
 
 def _merges_txt(path: Path) -> list[tuple[str, str]]:
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = read_text(path).split("\n")
     return [_pair(line) for line in lines if line and not line.startswith("#version")]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.names import TOKENIZER_JSON
+from converters.store.local_files import read_bytes
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 BPE_TYPE = 2  # trainer_spec.model_type
@@ -38,7 +39,7 @@ def read_sentencepiece(path: Path) -> SentencePiece | None:
 
     model = ModelProto()
     try:
-        model.ParseFromString(path.read_bytes())
+        model.ParseFromString(read_bytes(path))
     except DecodeError:
         return None
     if not model.pieces:

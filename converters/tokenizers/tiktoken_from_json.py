@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.store.local_files import is_file, stamp
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, pattern_of, special_tokens_after
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
@@ -31,8 +32,7 @@ def ranks_of_tokenizer_json(path: Path, *, vocab_size: int | None) -> Mapping[by
     `vocab_size`: rows of the model's embedding, which Meta's code fills with special tokens; None for a reader with a
     list of special tokens.
     """
-    stamp = path.stat() if path.is_file() else None
-    return _translate(path, vocab_size, stamp and (stamp.st_mtime_ns, stamp.st_size, stamp.st_ino))
+    return _translate(path, vocab_size, stamp(path) if is_file(path) else None)
 
 
 @lru_cache(maxsize=1)  # seconds for 128,000 tokens, and a conversion needs it for planning and for writing

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.store.local_files import read_bytes, read_start
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 if TYPE_CHECKING:
@@ -117,15 +118,14 @@ def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
 
 def looks_like_tiktoken(path: Path) -> bool:
     """Whether a tokenizer.model is tiktoken text; the other kind, SentencePiece, is binary."""
-    with path.open("rb") as file:
-        line = file.readline(4096).split()
+    line = read_start(path, 4096).partition(b"\n")[0].split()
     return len(line) == 2 and line[1].isdigit() and _is_base64(line[0])
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Token bytes → rank. Raises CheckpointError unless ranks are consecutive from 0."""
     ranks = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
         token, _, rank = line.strip().partition(b" ")
         if not token:
             continue

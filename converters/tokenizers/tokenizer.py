@@ -13,6 +13,7 @@ from converters.common.errors import DataError
 from converters.common.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.store.hub_names import download_command
 from converters.store.json_file import read_json
+from converters.store.local_files import is_folder
 from converters.tokenizers.agreement import disagreement
 from converters.tokenizers.assets import find_assets
 from converters.tokenizers.special_text import SpecialText, changes_text, special_tokens_in
@@ -83,11 +84,11 @@ def load_tokenizer(folder: Path | str, *, num_rows: int | None = None) -> Tokeni
     assets = find_assets(folder)
     path = vocabulary_file(assets)
     if path is None:
-        what = "has no" if folder.is_dir() else "is not a folder, so it has no"
+        what = "has no" if is_folder(folder) else "is not a folder, so it has no"
         raise DataError(
             f"{folder} {what} {TIKTOKEN_MODEL} or {TOKENIZER_JSON}",
             hint="a prepared data folder, an HF folder and a checkpoint's assets hold one",
-            tries=[] if folder.is_dir() else download_command(folder, assets="tokenizer"),
+            tries=[] if is_folder(folder) else download_command(folder, assets="tokenizer"),
         )
     if is_metas(assets) and not looks_like_tiktoken(path):
         return _SentencePieceTokenizer(path, assets)

@@ -8,6 +8,7 @@ from typing import Any
 
 from converters.common.names import TOKENIZER_CONFIG
 from converters.store.json_file import read_json, write_json
+from converters.store.local_files import is_file, read_bytes
 
 _TEXT = rb'"(?:[^"\\]|\\.)*+"'
 _MERGE = rb"(?:%b|\[\s*%b\s*,\s*%b\s*\])" % (_TEXT, _TEXT, _TEXT)  # "a b" before tokenizers 0.20, then ["a", "b"]
@@ -19,7 +20,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
 
     Half a million Python strings for a Llama 3 would need more memory than the rest of a conversion.
     """
-    raw = path.read_bytes() if path.is_file() else b""
+    raw = read_bytes(path) if is_file(path) else b""
     if match := _MERGES.search(raw):
         start, end = match.span(1)
         try:
@@ -35,7 +36,7 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
 
 def write_tokenizer_config(folder: Path, tokens: Mapping[str, str], *, max_seq_len: int) -> list[str]:
     """`tokens`: bos_token, eos_token … Returns the names written: none if the checkpoint has its own file."""
-    if (folder / TOKENIZER_CONFIG).exists():  # it may hold the chat template
+    if is_file(folder / TOKENIZER_CONFIG):  # it may hold the chat template
         return []
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # reads only tokenizer.json

@@ -8,6 +8,7 @@ from typing import Any
 
 from converters.common.errors import ConfigError, in_words, list_offenders
 from converters.common.names import CHAT_LINES, CHAT_LIST
+from converters.store.local_files import open_text
 
 _ROLES = ("system", "user", "assistant")
 _SHAPE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
@@ -72,7 +73,7 @@ def check_chat_file(path: Path | None) -> ChatFile:
 
 def _items(path: Path) -> Iterator[tuple[str, Any]]:
     """Conversations with their position; line by line for a file of lines."""
-    with path.open(encoding="utf-8") as file:
+    with open_text(path) as file:
         start = file.read(4096).lstrip()
         file.seek(0)
         if start.startswith("["):
