@@ -10,6 +10,7 @@ from converters.common.dtypes import itemsize
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
 from converters.containers.target import Target
+from converters.store.folder_output import FolderFiles
 
 LLAMA_405B_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -148,7 +149,7 @@ def _write_sparse(folder: Path, target: Target) -> None:
     for name, size in target.file_bytes.items():
         with (folder / name).open("wb") as file:
             file.truncate(size)
-    target.finish(folder, [0] * len(target.slots))  # a CRC32 of 0 means that there is none
+    target.finish(FolderFiles(folder), [0] * len(target.slots))  # a CRC32 of 0 means that there is none
 
 
 def num_bytes(tensors: Mapping[str, TensorInfo]) -> int:

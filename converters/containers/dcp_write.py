@@ -13,7 +13,7 @@ from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import item_layout, item_pieces
 from converters.containers.dcp_metadata import dump_places
 from converters.containers.dcp_opcodes import StorageLocation
-from converters.containers.target import Slot, Target
+from converters.containers.target import Crc32Of, Slot, Target
 from converters.store.paths import checked_file_name
 from converters.views.catalog import UNLOCATED, Chunk, TensorEntry
 from converters.views.cover import cover_problem
@@ -63,12 +63,12 @@ def plan_dcp(
     boxes_of = {file: len(boxes) for file, boxes in files.items()}
     firsts = dict(zip(boxes_of, accumulate(boxes_of.values(), initial=0), strict=False))
 
-    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def around(file: str, crc32_of: Crc32Of) -> Iterator[tuple[int, bytes]]:
         for number in range(boxes_of[file]):
             slot = slots[firsts[file] + number]
             layout = item_layout(slot.dtype, slot.box.sizes, streamed=streamed)
-            start, crc32_of = slot.byte_offset - layout.data_offset, partial(crc32s.__getitem__, number)
-            for offset, data in item_pieces(slot.dtype, slot.box.sizes, crc32_of, streamed=streamed):
+            start = slot.byte_offset - layout.data_offset
+            for offset, data in item_pieces(slot.dtype, slot.box.sizes, partial(crc32_of, number), streamed=streamed):
                 yield start + offset, data
 
     other_files = {BLOB_FILE: b"".join(blobs.values())} if blobs else {}

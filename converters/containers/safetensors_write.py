@@ -9,7 +9,7 @@ from converters.common.box import Box, TensorInfo
 from converters.common.dtypes import DTYPES, itemsize
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.names import HF_INDEX, HF_SINGLE
-from converters.containers.target import Slot, Target
+from converters.containers.target import Crc32Of, Slot, Target
 
 DEFAULT_SHARD_BYTES = 5_000_000_000  # the default of transformers
 
@@ -44,7 +44,7 @@ def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DE
         other_files[HF_INDEX] = json.dumps(content, indent=2).encode() + b"\n"
         file_bytes[HF_INDEX] = len(other_files[HF_INDEX])
 
-    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    def around(file: str, crc32_of: Crc32Of) -> Iterator[tuple[int, bytes]]:
         yield 0, headers[file]
 
     return Target(dict(tensors), slots, file_bytes, around, other_files, streamed=True)

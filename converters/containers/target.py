@@ -1,16 +1,15 @@
-"""The files that a plan writes: their slots, the writing itself, and their checksums."""
+"""The files that a plan writes: their slots, what is around those, and their checksums."""
 
-import errno
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from converters.common.box import Box, TensorInfo
 from converters.common.crc import crc32, join_crc32
 from converters.common.dtypes import itemsize
-from converters.common.errors import CheckpointError
 from converters.store.manifest import FileSum
+from converters.store.output import OffsetFiles
+
+Crc32Of = Callable[[int], int]  # of the n-th slot of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +38,20 @@ class ChecksummedRange:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An output that is to be written. Fill every slot, then call `finish` with the CRC32s in the order of `slots`.
+    """An output that is to be written (see copy_tensors).
 
     Slots cover every tensor exactly once, except for tensors that each of Meta's shards repeats (once in every file)
     and for tied weights, which have no slot of their own. They are in the order of the files and of their bytes.
 
-    `around(file, crc32s)` yields (offset, bytes) of everything in a file but its slots, in order; `crc32s` are those of
-    the file's slots. If `streamed`, the CRC32 of a slot is looked up only after the bytes before it were yielded, so a
+    `around(file, crc32_of)` yields (offset, bytes) of everything in a file but its slots, in order; `crc32_of(n)` is
+    the CRC32 of its n-th slot. If `streamed`, it is called only after the bytes before that slot were yielded, so a
     file can be written from its first byte to its last.
     """
 
     tensors: Mapping[str, TensorInfo]
     slots: Sequence[Slot]
     file_bytes: Mapping[str, int]
-    around: Callable[[str, Sequence[int]], Iterator[tuple[int, bytes]]]
+    around: Callable[[str, Crc32Of], Iterator[tuple[int, bytes]]]
     other_files: Mapping[str, bytes] = field(default_factory=dict)  # without tensors: name → content, in writing order
     streamed: bool = False
 
@@ -67,20 +66,25 @@ class Target:
             numbers[slot.file].append(number)
         return numbers
 
-    def finish(self, folder: Path, crc32s: Sequence[int]) -> dict[str, FileSum]:
-        """Write everything that is not tensor data. Returns size and CRC32 of every file."""
+    def finish(self, files: OffsetFiles, crc32s: Sequence[int]) -> dict[str, FileSum]:
+        """Write what is around the slots, which are filled. Returns size and CRC32 of every file with tensors."""
         sums = {}
         for file, numbers in self.slots_by_file().items():  # the heads and tails of 470,000 items have 0.3 GB
-            pieces = list(self.around(file, [crc32s[number] for number in numbers]))
-            write_at(folder / file, pieces)
+            pieces = list(self.around(file, crc32_of_slots(crc32s, numbers)))
+            files.create(file)
+            for offset, data in pieces:
+                files.write(file, offset, data)
             ranges = [ChecksummedRange(offset, len(data), crc32(data)) for offset, data in pieces]
-            ranges += [
-                ChecksummedRange(slot.byte_offset, slot.num_bytes, crc32s[number])
-                for number in numbers
-                for slot in (self.slots[number],)
-            ]
+            for number in numbers:
+                slot = self.slots[number]
+                ranges.append(ChecksummedRange(slot.byte_offset, slot.num_bytes, crc32s[number]))
             sums[file] = joined(ranges)
-        return sums | {name: write_file(folder / name, data) for name, data in self.other_files.items()}
+        return sums
+
+
+def crc32_of_slots(crc32s: Sequence[int], numbers: Sequence[int]) -> Crc32Of:
+    """Looks up the CRC32 of a file's n-th slot; `numbers`: of the file's slots in `crc32s`."""
+    return lambda n: crc32s[numbers[n]]
 
 
 def joined(segments: Iterable[ChecksummedRange]) -> FileSum:
@@ -91,36 +95,3 @@ def joined(segments: Iterable[ChecksummedRange]) -> FileSum:
         crc = join_crc32(crc, segment.crc32, segment.length)
         size += segment.length
     return FileSum(size, crc)
-
-
-def write_all(descriptor: int, data: bytes | memoryview, offset: int, *, what: object) -> None:
-    """pwrite all of `data`. Raises CheckpointError if the disk is full or fails."""
-    view = memoryview(data)
-    try:
-        while view:
-            written = os.pwrite(descriptor, view, offset)
-            view, offset = view[written:], offset + written
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            hint = "a limit of the disk or `ulimit -f`; --shard-size makes smaller files; incomplete files are removed"
-            raise CheckpointError(f"{what}: the file is too long ({error.strerror})", hint=hint) from error
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space, or write to another disk; incomplete files are removed"
-            raise CheckpointError(f"{what}: no space left ({error.strerror})", hint=hint) from error
-        raise CheckpointError(f"{what}: cannot be written ({error.strerror})") from error
-
-
-def write_at(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
-    """Write (offset, bytes) pieces into a file, which is created if it does not exist."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        for offset, data in pieces:
-            write_all(descriptor, data, offset, what=path)
-    finally:
-        os.close(descriptor)
-
-
-def write_file(path: Path, data: bytes) -> FileSum:
-    """Write a small file and return its size and CRC32."""
-    write_at(path, [(0, data)])
-    return FileSum(len(data), crc32(data))

@@ -12,7 +12,7 @@ from converters.common.dtypes import itemsize
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.names import META_SHARD
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
-from converters.containers.target import Slot, Target
+from converters.containers.target import Crc32Of, Slot, Target
 from converters.containers.tensor_pickle import dump_tensors
 from converters.families.base import StoredTensor
 from converters.naming.meta_names import stored_shape
@@ -52,16 +52,16 @@ def plan_torch(
         size = sum(_num_bytes(tensors[part]) for part in record.parts)
         entries.append(ZipEntry(f"{root}/data/{keys[record.name]}", size))
 
-    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        def crc32_of(number: int) -> int:
+    def around(file: str, crc32_of: Crc32Of) -> Iterator[tuple[int, bytes]]:
+        def record_crc32(number: int) -> int:
             crc = 0
             for part in range(firsts[number], firsts[number + 1]):
-                crc = join_crc32(crc, crc32s[part], sizes[part])
+                crc = join_crc32(crc, crc32_of(part), sizes[part])
             return crc
 
-        return zip_pieces(entries, crc32_of, streamed=streamed)
+        return zip_pieces(entries, record_crc32, streamed=streamed)
 
-    *before_data, (last_offset, last) = around(file, [0] * len(owners))
+    *before_data, (last_offset, last) = around(file, lambda number: 0)
     slots = []
     for record, (offset, data) in zip(records, before_data, strict=True):
         start = offset + len(data)
@@ -132,8 +132,8 @@ def plan_meta(
         parts[file] = part
         slots += [replace(slot, box=boxes[slot.fqn]) for slot in part.slots]
 
-    def around(file: str, crc32s: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        return parts[file].around(file, crc32s)
+    def around(file: str, crc32_of: Crc32Of) -> Iterator[tuple[int, bytes]]:
+        return parts[file].around(file, crc32_of)
 
     file_bytes = {file: part.file_bytes[file] for file, part in parts.items()}
     return Target(dict(tensors), slots, file_bytes, around, streamed=streamed)

@@ -1,8 +1,6 @@
 """The destination of an output: a folder, or one file. Both are checked first, and appear complete or not at all."""
 
-import os
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from converters.common.errors import CheckpointError, TitanError
@@ -14,9 +12,7 @@ from converters.conversion.records import Execution, Plan, Run, no_small_files
 from converters.conversion.remarks import describe_left_files, describe_lone_file, describe_tokenizer
 from converters.formats.base import Format
 from converters.model.model_info import ModelInfo
-from converters.store.commit import fsync_folder
 from converters.store.folder import FolderStore
-from converters.store.replace_file import fsync
 from converters.tokenizers.assets import tokenizer_remark
 from converters.views.catalog import Catalog
 
@@ -79,24 +75,7 @@ class FileDestination:
 
     def write(self, plan: Plan, run: Run) -> Execution:
         """Carry out a plan whose target is one file."""
-        commit = partial(self._move, overwrite=run.overwrite)
-        return execute(self.path, replace(plan, write_small_files=no_small_files, carried=()), run, commit=commit)
-
-    def _move(self, folder: Path, *, overwrite: bool) -> None:
-        fsync_folder(folder)
-        file = folder / self.path.name
-        if overwrite:
-            os.replace(file, self.path)
-        else:
-            try:
-                os.link(file, self.path)  # unlike a rename, fails where the file has appeared meanwhile
-            except FileExistsError as error:
-                raise CheckpointError(
-                    f"{self.path}: appeared while it was being made", hint="another job wrote there"
-                ) from error
-            except OSError:  # a file system without links
-                os.rename(file, self.path)
-        fsync(self.path.parent)
+        return execute(self.path, replace(plan, write_small_files=no_small_files, carried=()), run, is_file=True)
 
 
 Destination = FolderDestination | FileDestination

@@ -1,23 +1,23 @@
 """Carry out a plan: copy into a temporary folder, add the small files, write the manifest last, move it into place."""
 
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
+from converters.common.fold import fold_texts
 from converters.conversion.needs import estimate_needs, require_room
 from converters.conversion.records import Execution, Plan, Run
-from converters.engine.copy import BLOCK_BYTES, UNIT_BYTES, copy_tensors
+from converters.engine.copy import BLOCK_BYTES, UNIT_BYTES, CopyResult, copy_tensors
 from converters.engine.journal import plan_fingerprint, reading_order
-from converters.integrity.staging import RESUME_HINT, staged_output
-from converters.store.commit import check_destination
-from converters.store.commit import commit as commit_folder
-from converters.store.manifest import TensorSum, write_manifest
+from converters.store.journal import Journal
+from converters.store.location import locate
+from converters.store.manifest import TensorSum
+from converters.store.output import RESUME_HINT, Output, can_resume, write_file, write_manifest
+from converters.store.outputs import outputs_at
 
 
 def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
@@ -27,63 +27,100 @@ def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{dst} is the source itself", hint="write to another folder")
     if source.is_relative_to(destination) or (destination.is_relative_to(source) and source.is_dir()):
         raise CheckpointError(f"{src} and {dst}: one is inside the other", hint="write to a folder outside the source")
-    check_destination(dst, overwrite=overwrite)  # last: its advice, --overwrite, must not lead to one of the above
+    location = locate(dst)  # last: the advice of this check, --overwrite, must not lead to one of the above
+    outputs_at(location).check(location, overwrite=overwrite)
 
 
-def execute(dst: Path, plan: Plan, run: Run, *, commit: Callable[[Path], None] | None = None) -> Execution:
-    """Fill the target of a plan in a folder that becomes `dst` on success and is removed otherwise.
+def execute(dst: Path, plan: Plan, run: Run, *, is_file: bool = False) -> Execution:
+    """Fill the target of a plan in an output that becomes `dst` on success and is removed otherwise.
 
-    With `run.resume` the folder is kept if an interrupt or a full disk ends the work, and the next attempt at the same
-    plan continues from it. `commit` moves the folder, or what is in it, to `dst`; None: as the folder of a checkpoint.
+    With `run.resume` the output is kept if an interrupt or a full disk ends the work, and the next attempt at the same
+    plan continues from it. `is_file`: `dst` is the only file of the target, not the folder of a checkpoint.
     """
     if run.dry_run:
         return Execution(needs=estimate_needs(dst, plan, workers=run.workers))
     require_room(dst, plan)
-    source, target = plan.source, plan.target
-    if commit is None:
-        check_destination(dst, overwrite=run.overwrite)
-        commit = partial(commit_folder, dst=dst, overwrite=run.overwrite)
+    location, target = locate(dst), plan.target
+    outputs = outputs_at(location)
+    if not is_file:
+        outputs.check(location, overwrite=run.overwrite)
     fingerprint = _fingerprint(plan, run)
+    claim = outputs.claim(
+        location, files=target.file_bytes, is_file=is_file, fingerprint=fingerprint, resume=run.resume
+    )
     try:
-        with staged_output(dst, fingerprint=fingerprint, resume=run.resume, commit=commit) as made:
-            _keep_only(made.folder, target.file_bytes)
-            data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
-            with run.progress(data_bytes, "copying") as advance:
-                copied = copy_tensors(
-                    source,
-                    target,
-                    made.folder,
-                    casts=plan.casts,
-                    encoders=plan.encoders,
-                    workers=run.workers,
-                    digests=run.digests,
-                    native_rows=plan.native_rows,
-                    check_source=plan.vouched.check if plan.vouched else None,
-                    on_bytes=advance,
-                    journal=made.journal if fingerprint else None,
-                )
-            if copied.non_finite and not plan.allow_nonfinite:
-                raise _non_finite_error(copied.non_finite)
-            files = target.finish(made.folder, copied.crc32)
-            other_files = plan.write_small_files(made.folder)
-            tensors = {
-                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""))
-                for name, info in target.tensors.items()
-            }
-            for name, encoder in plan.encoders.items() if run.digests else ():
-                shape = source.tensors[name].shape
-                other = () if shape == tensors[name].shape else shape
-                tensors[name] = replace(tensors[name], digest_dtype=encoder.digest_dtype, digest_shape=other)
-            selected = plan.catalog.place_of_selected if plan.catalog else ""
-            write_manifest(made.folder, tensors=tensors, files=files, selected=selected)
+        with claim as claimed, _hinting(resume=run.resume):
+            copied, other_files = _write(claimed.output, plan, run, claimed.journal if fingerprint else None)
             for reader in plan.readers:  # last: nothing is read after this
                 reader.check_unchanged()
+            claimed.output.commit(overwrite=run.overwrite)
     except OSError as error:  # the disk filled up or went away
         hint = RESUME_HINT if run.resume else "nothing was left behind"
         raise CheckpointError(f"cannot write {dst}: {error.strerror or error}", hint=hint) from error
     return Execution(
-        copied.non_finite, other_files, copied.relative_error, made.remarks, copied.resumed_bytes, copied.num_moved
+        copied.non_finite,
+        other_files,
+        copied.relative_error,
+        (*claimed.remarks, *_describe_read_twice(copied.read_twice)),
+        copied.resumed_bytes,
+        copied.num_moved,
     )
+
+
+def _write(output: Output, plan: Plan, run: Run, journal: Journal | None) -> tuple[CopyResult, list[str]]:
+    """Write all files of an output, the manifest last; returns the names of the small ones, too."""
+    source, target = plan.source, plan.target
+    data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
+    with run.progress(data_bytes, "copying") as advance:
+        copied = copy_tensors(
+            source,
+            target,
+            output,
+            casts=plan.casts,
+            encoders=plan.encoders,
+            workers=run.workers,
+            digests=run.digests,
+            native_rows=plan.native_rows,
+            check_source=plan.vouched.check if plan.vouched else None,
+            on_bytes=advance,
+            journal=journal,
+        )
+    if copied.non_finite and not plan.allow_nonfinite:
+        raise _non_finite_error(copied.non_finite)
+    files = copied.files | {name: write_file(output, name, data) for name, data in target.other_files.items()}
+    other_files = plan.write_small_files(output.folder)
+    output.add_small_files()
+    tensors = {
+        name: TensorSum(info.dtype, info.shape, copied.digests.get(name, "")) for name, info in target.tensors.items()
+    }
+    for name, encoder in plan.encoders.items() if run.digests else ():
+        shape = source.tensors[name].shape
+        other = () if shape == tensors[name].shape else shape
+        tensors[name] = replace(tensors[name], digest_dtype=encoder.digest_dtype, digest_shape=other)
+    selected = plan.catalog.place_of_selected if plan.catalog else ""
+    write_manifest(output, tensors=tensors, files=files, selected=selected)
+    return copied, other_files
+
+
+@contextmanager
+def _hinting(*, resume: bool) -> Iterator[None]:
+    """Add how to continue to the error of an output that is kept."""
+    try:
+        yield
+    except BaseException as error:
+        if not (resume and can_resume(error)):
+            raise
+        if isinstance(error, CheckpointError):
+            error.hint, error.tries = RESUME_HINT, ()
+        else:
+            error.add_note(RESUME_HINT)
+        raise
+
+
+def _describe_read_twice(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    return [f"read twice, because files there can only be appended to: {', '.join(fold_texts(names))}"]
 
 
 def _fingerprint(plan: Plan, run: Run) -> str | None:
@@ -92,17 +129,6 @@ def _fingerprint(plan: Plan, run: Run) -> str | None:
         return None
     whole = plan_fingerprint(plan.catalog, plan.target, plan.casts, digests=run.digests, quantization=plan.quantization)
     return f"{whole[:12]}{reading_order(plan.source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
-
-
-def _keep_only(folder: Path, file_bytes: Mapping[str, int]) -> None:
-    """Remove what an earlier attempt left, but for the files with tensor data."""
-    for path in list(folder.iterdir()):
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name not in file_bytes:
-            path.unlink()
-        elif path.stat().st_size > file_bytes[path.name]:
-            os.truncate(path, 0)
 
 
 def _non_finite_error(counts: Mapping[str, int]) -> CheckpointError:

@@ -9,8 +9,8 @@ from converters.common.sizes import MIB
 from converters.containers.target import Target
 from converters.conversion.records import Needs, Plan
 from converters.engine.copy import UNIT_BYTES
-from converters.integrity.staging import bytes_left_behind
-from converters.store.commit import require_space
+from converters.store.location import locate
+from converters.store.outputs import outputs_at
 from converters.views.expressions import TRANSPOSED_ROWS
 from converters.views.view import View
 
@@ -52,17 +52,21 @@ def estimate_needs(dst: Path, plan: Plan, *, workers: int) -> Needs:
         worker_bytes_per_sec = TRANSPOSE_BYTES_PER_SEC
     bytes_per_sec = min(COPY_BYTES_PER_SEC, worker_bytes_per_sec * workers)
     disk_bytes = needed_bytes(plan.target, plan.carried)
+    outputs, location = outputs_at(locate(dst)), locate(dst)
     # The output is made in the parent of `dst`. Raises if nothing can be written there.
-    free_bytes = require_space(dst.absolute().parent, 0)
+    free_bytes = outputs.require_space(location.parent, 0)
+    worker_bytes = TRANSPOSING_WORKER_BYTES if transposes else WORKER_BYTES
+    if outputs.only_appends:
+        worker_bytes += 2 * UNIT_BYTES  # values that wait for those before them
     num_read = 0 if plan.catalog is None else len(plan.catalog.tensors)
     return Needs(
         memory_bytes=BASE_BYTES
-        + (TRANSPOSING_WORKER_BYTES if transposes else WORKER_BYTES) * workers
+        + worker_bytes * workers
         + SLOT_BYTES * len(plan.target.slots)
         + TENSOR_BYTES * (num_read + len(plan.target.tensors)),
         disk_bytes=disk_bytes,
         free_bytes=free_bytes,
-        fits=free_bytes >= disk_bytes - bytes_left_behind(dst),
+        fits=free_bytes >= disk_bytes - outputs.bytes_left_behind(location),
         secs=START_SECS + SLOT_SECS * len(plan.target.slots) + plan.target.total_bytes / bytes_per_sec,
         bytes_per_sec=bytes_per_sec,
     )
@@ -79,8 +83,10 @@ def _transposes(source: TensorSource) -> bool:
 
 def require_room(dst: Path, plan: Plan) -> None:
     """Raise CheckpointError if the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
-    num_bytes = needed_bytes(plan.target, plan.carried) - bytes_left_behind(dst)
-    require_space(dst.absolute().parent if dst.is_file() else dst, max(0, num_bytes))
+    location = locate(dst)
+    outputs = outputs_at(location)
+    num_bytes = needed_bytes(plan.target, plan.carried) - outputs.bytes_left_behind(location)
+    outputs.require_space(location, max(0, num_bytes))
 
 
 def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:

@@ -1,28 +1,26 @@
 """Fill a target from a source: whole-row blocks of about 1 MiB, each read, cast, hashed and written once."""
 
-import ctypes
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import count
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from converters.common.box import Box, TensorSource
-from converters.common.crc import crc32, join_crc32
+from converters.common.crc import join_crc32
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.threads import deferred_signals, in_parallel
-from converters.containers.target import Slot, Target, write_all
-from converters.engine.journal import Journal
-from converters.store.digest import TensorDigest
-from converters.store.open_files import OpenFiles
+from converters.containers.target import Target
+from converters.engine.writers import OffsetWriter, OrderWriter, Writer, Writing, WrittenRun
+from converters.store.digest import TensorDigest, has_whole_rows
+from converters.store.journal import Journal
+from converters.store.manifest import FileSum
+from converters.store.output import Output
 from converters.views.casts import cast, check_castable, count_non_finite
-from converters.views.cover import BoxIndex
 from converters.views.encoder import Encoder
 from converters.views.expressions import RowNumbers
 from converters.views.view import View
@@ -43,26 +41,23 @@ class CopyResult:
     relative_error: dict[str, float] = field(default_factory=dict)  # largest error of a cast, where it is not exact
     resumed_bytes: int = 0  # written by an earlier attempt, and read back
     num_moved: int = 0  # scales that differ from the known ones (see Encoder)
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenRun:
-    """A contiguous run of bytes in a slot that was written."""
-
-    slot: int
-    offset: int
-    length: int
-    crc32: int
+    files: dict[str, FileSum] = field(default_factory=dict)  # size and CRC32 of every file with tensors
+    read_twice: Sequence[str] = ()  # tensors, because the output can only be appended to
 
 
 @dataclass(slots=True)
 class _Unit:
-    """Work for one thread: consecutive boxes of one tensor that together are whole rows, and their results."""
+    """Work for one thread: consecutive boxes of one tensor that together are whole rows, and their results.
+
+    Of a slot that cuts rows, or is written in order, the boxes are parts of that slot.
+    """
 
     number: int
     fqn: str
     boxes: list[Box]
-    pieces: list[_WrittenRun] = field(default_factory=list)  # one for each slot that it touches
+    writing: Writing
+    is_digested: bool = True  # it adds its rows to the digests
+    is_counted: bool = True  # it adds its values to the counts
     digest: int | None = None  # sums of the unit's rows (TensorDigest.partial)
     source_digest: int | None = None  # of the values before a cast
     scales_digest: int | None = None  # of the tensor of scales
@@ -74,13 +69,13 @@ class _Unit:
     resumed: bool = False
 
     def record(self) -> dict[str, Any]:
-        """The unit's record in the journal."""
-        pieces = [[piece.slot, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
+        """Record of the unit in the journal."""
+        pieces = [[run.slot, run.offset, run.length, run.crc32] for run in self.writing.runs.values()]
         return {"pieces": pieces} | {name: getattr(self, name) for name in _RECORDED}
 
     def recall(self, record: Mapping[str, Any]) -> None:
         """Restore the results from a record of the journal."""
-        self.pieces = [_WrittenRun(*piece) for piece in record["pieces"]]
+        self.writing.runs = {piece[0]: WrittenRun(*piece) for piece in record["pieces"]}
         for name in _RECORDED:
             setattr(self, name, record[name])
         self.resumed = True
@@ -89,7 +84,7 @@ class _Unit:
 def copy_tensors(
     source: TensorSource,
     target: Target,
-    folder: Path,
+    output: Output,
     *,
     casts: Mapping[str, str] | None = None,
     encoders: Mapping[str, Encoder] | None = None,
@@ -100,24 +95,27 @@ def copy_tensors(
     on_bytes: Callable[[int], None] | None = None,
     journal: Journal | None = None,
 ) -> CopyResult:
-    """Copy every slot of `target` from `source` into files of `folder`; `target.finish(folder, crc32s)` is next.
+    """Write the files of `target` that have tensors: copy every slot from `source`, and write what is around them.
 
     `casts` (FQN → dtype) are the only casts; a finite value that becomes infinite is an error that lists all tensors
     with such values. `encoders` (FQN → encoder) make two tensors of the target, codes and scales, of one of the source;
     the digest of the codes is that of the values that they stand for. `check_source` gets the digests of what was read,
     before any cast, and raises if they are wrong. Memory: a few blocks per worker. `on_bytes` is called for each
-    unit. `journal` records every unit that is written; units that it has recorded before are skipped if the bytes in
-    `folder` have the recorded CRC32s.
+    unit. `journal` records every unit that is written; units that it has recorded before are skipped if the output
+    still has what they wrote.
     """
     casts, encoders = casts or {}, encoders or {}
     _check_match(source, target, casts, encoders)
-    by_tensor: dict[str, list[int]] = {fqn: [] for fqn in target.tensors}
-    for number, slot in enumerate(target.slots):
-        by_tensor[slot.fqn].append(number)
-    indexes = {fqn: BoxIndex([target.slots[n].box for n in numbers]) for fqn, numbers in by_tensor.items()}
     changed = {fqn for fqn, dtype in casts.items() if dtype != source.tensors[fqn].dtype}
-    files = OpenFiles(folder, flags=os.O_RDWR)  # no O_CREAT: see _create_files
-    _create_files(folder, target, resuming=journal is not None)
+    result = CopyResult([0] * len(target.slots))
+    writer: Writer
+    if output.offset_files is not None:
+        units = _units(source, target, encoders)
+        writer = OffsetWriter(target, output.offset_files, resuming=journal is not None)
+    else:
+        twice = _read_twice(target, encoders, digested=digests or check_source is not None)
+        units, result.read_twice = _units_in_order(source, target, encoders, twice), twice
+        writer = OrderWriter(target, output, result.crc32, journal=journal)
 
     def new_digest(fqn: str) -> TensorDigest:
         if encoder := encoders.get(fqn):  # of the values, which may have another shape than their codes
@@ -128,31 +126,26 @@ def copy_tensors(
         fqn = unit.fqn
         if journal and (record := journal.recorded(unit.number)):
             unit.recall(record)
-            if _still_there(files, target, unit.pieces):
+            if writer.still_has(unit.writing):
                 return unit
-            unit = _Unit(unit.number, fqn, unit.boxes)
+            unit = _Unit(
+                unit.number, fqn, unit.boxes, Writing(unit.writing.only_slot), unit.is_digested, unit.is_counted
+            )
         encoder = encoders.get(fqn)
-        digest = new_digest(fqn) if digests or (check_source and not encoder) else None
-        scales_digest = new_digest(encoder.scales) if encoder and digests else None
+        is_digested = unit.is_digested and (digests or (check_source is not None and not encoder))
+        digest = new_digest(fqn) if is_digested else None
+        scales_digest = new_digest(encoder.scales) if encoder and digests and unit.is_digested else None
         source_digest = None
-        if check_source and (encoder or fqn in changed):
+        if check_source and unit.is_digested and (encoder or fqn in changed):
             source_digest = TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape)
-
-        written: dict[int, _WrittenRun] = {}
 
         def add(digest: TensorDigest, box: Box, array: np.ndarray) -> None:
             rows = digest.row_numbers(box)
             digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
 
         def write(fqn: str, box: Box, array: np.ndarray) -> None:
-            for position in indexes[fqn].touching(box):
-                number = by_tensor[fqn][position]
-                common = target.slots[number].box.intersect(box)
-                if common is not None:
-                    written[number] = _write(
-                        files, target.slots[number], number, box, common, array, after=written.get(number)
-                    )
-            unit.num_bytes += array.nbytes
+            if writer.write(unit.writing, fqn, box, array):
+                unit.num_bytes += array.nbytes
 
         for box, array in _blocks(source, fqn, unit.boxes, whole=encoder is not None):
             if source_digest is not None:
@@ -176,11 +169,9 @@ def copy_tensors(
                 write(fqn, box, array)
             if digest is not None:
                 add(digest, box, array)
-        unit.pieces = list(written.values())
-        for piece in unit.pieces:
-            slot = target.slots[piece.slot]
-            with files.use(slot.file) as descriptor:
-                begin_writeback(descriptor, slot.byte_offset + piece.offset, piece.length)
+        writer.end(unit.writing)
+        if not unit.is_counted:
+            unit.moved = unit.non_finite = unit.overflows = 0
         unit.digest = digest.partial if digest else None
         unit.source_digest = source_digest.partial if source_digest else None
         unit.scales_digest = scales_digest.partial if scales_digest else None
@@ -190,18 +181,18 @@ def copy_tensors(
     source_sums = {
         fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in (*changed, *encoders)
     }
-    result = CopyResult([0] * len(target.slots))
     filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
     # Closed in this order in any case: first the threads stop writing, then the files are closed.
-    units = in_parallel(run, _units(source, target, encoders), workers)
-    with deferred_signals() as deliver_signals, closing(files), closing(units):
-        for unit in units:
+    results = in_parallel(run, units, workers)
+    with deferred_signals() as deliver_signals, writer, closing(results):
+        for unit in results:
             deliver_signals()
-            for piece in unit.pieces:  # units are in order, and so are the pieces of each slot
+            for piece in unit.writing.runs.values():  # units are in order, and so are the pieces of each slot
                 assert piece.offset == filled[piece.slot], f"{unit.fqn}: a gap in a slot"
                 result.crc32[piece.slot] = join_crc32(result.crc32[piece.slot], piece.crc32, piece.length)
                 filled[piece.slot] += piece.length
+            writer.take(unit.writing)
             if unit.digest is not None:
                 sums[unit.fqn].add_partial(unit.digest)
             if unit.source_digest is not None:
@@ -221,19 +212,24 @@ def copy_tensors(
                 journal.append(unit.number, unit.record())
             if on_bytes:
                 on_bytes(unit.num_bytes)
-    if check_source:  # first: damaged values may overflow, too
-        check_source(sums | source_sums)
-    if overflows:
-        lost = [
-            f"{fqn}: {count:,} {'value does' if count == 1 else 'values do'} not fit {casts[fqn]}"
-            for fqn, count in overflows.items()
-        ]
-        raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
-    for slot, num_bytes in zip(target.slots, filled, strict=True):
-        assert num_bytes == slot.num_bytes, f"{slot.fqn}: a slot was not filled"
+        if check_source:  # first: damaged values may overflow, too
+            check_source(sums | source_sums)
+        if overflows:
+            raise _overflow_error(overflows, casts)
+        for slot, num_bytes in zip(target.slots, filled, strict=True):
+            assert num_bytes == slot.num_bytes, f"{slot.fqn}: a slot was not filled"
+        result.files = writer.finish(result.crc32)
     if digests:
         result.digests = {fqn: digest.hexdigest() for fqn, digest in sums.items()}
     return result
+
+
+def _overflow_error(overflows: Mapping[str, int], casts: Mapping[str, str]) -> CheckpointError:
+    lost = [
+        f"{fqn}: {count:,} {'value does' if count == 1 else 'values do'} not fit {casts[fqn]}"
+        for fqn, count in overflows.items()
+    ]
+    return CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
 
 
 def whole_row_units(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[list[Box]]:
@@ -270,27 +266,70 @@ _RECORDED = (
 
 
 def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]) -> Iterator[_Unit]:
+    """The work, tensor by tensor."""
     number, scales = 0, {encoder.scales for encoder in encoders.values()}
     for fqn, info in target.tensors.items():
         if fqn in scales:
             continue
         encoder = encoders.get(fqn)
-        info = source.tensors[fqn] if encoder else info
-        width = itemsize(info.dtype)
-        unit_boxes: list[Box] = []
-        row_bytes = (info.shape[-1] if len(info.shape) > 1 else 1) * width
-        block_bytes = _block_bytes(source, fqn, row_bytes)
-        if encoder:
-            block_bytes = max(_whole_blocks(encoder.rows * row_bytes), block_bytes)
-            block_bytes -= block_bytes % (encoder.rows * row_bytes)
-        for boxes in whole_row_units(info.shape, width, block_bytes):
-            unit_boxes += boxes
-            if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
-                yield _Unit(number, fqn, unit_boxes)
-                number, unit_boxes = number + 1, []
-        if unit_boxes:
-            yield _Unit(number, fqn, unit_boxes)
+        shape = source.tensors[fqn].shape if encoder else info.shape
+        for boxes in _unit_boxes(source, fqn, Box.whole(shape), encoder):
+            yield _Unit(number, fqn, boxes, Writing(None))
             number += 1
+
+
+def _units_in_order(
+    source: TensorSource, target: Target, encoders: Mapping[str, Encoder], twice: Sequence[str]
+) -> Iterator[_Unit]:
+    """The work, slot by slot, and before it the digests of the tensors `twice` whose slots cut rows."""
+    weights = {encoder.scales: fqn for fqn, encoder in encoders.items()}
+    cut = [fqn for fqn in twice if fqn not in encoders]
+    numbers, seen = count(), set[tuple[str, Box]]()
+    for fqn in cut:
+        for boxes in _unit_boxes(source, fqn, Box.whole(target.tensors[fqn].shape), None):
+            yield _Unit(next(numbers), fqn, boxes, Writing(None), is_counted=False)
+    for number, slot in enumerate(target.slots):
+        fqn, is_repeated = weights.get(slot.fqn, slot.fqn), (slot.fqn, slot.box) in seen
+        seen.add((slot.fqn, slot.box))
+        is_counted = slot.fqn not in weights and not is_repeated  # scales are made once more, before their codes
+        encoder = encoders.get(fqn)
+        assert not encoder or slot.box == Box.whole(target.tensors[slot.fqn].shape), f"{fqn}: codes are cut"
+        box = Box.whole(source.tensors[fqn].shape) if encoder else slot.box
+        for boxes in _unit_boxes(source, fqn, box, encoder):
+            is_digested = is_counted and fqn not in cut
+            yield _Unit(next(numbers), fqn, boxes, Writing(number), is_digested, is_counted)
+
+
+def _read_twice(target: Target, encoders: Mapping[str, Encoder], *, digested: bool) -> list[str]:
+    """Tensors that are read a second time if files are written in order.
+
+    Their digest is a sum over whole rows, which their slots cut, or they have scales, which are written before codes.
+    """
+    cut = {slot.fqn for slot in target.slots if not has_whole_rows(slot.box, target.tensors[slot.fqn].shape)}
+    return [fqn for fqn in target.tensors if fqn in encoders or (digested and fqn in cut)]
+
+
+def _unit_boxes(source: TensorSource, fqn: str, box: Box, encoder: Encoder | None) -> Iterator[list[Box]]:
+    """The boxes of each unit of a box of a tensor, in row-major order."""
+    width = itemsize(source.tensors[fqn].dtype)
+    unit_boxes: list[Box] = []
+    row_bytes = (box.sizes[-1] if len(box.sizes) > 1 else 1) * width
+    block_bytes = _block_bytes(source, fqn, row_bytes)
+    if encoder:
+        block_bytes = max(_whole_blocks(encoder.rows * row_bytes), block_bytes)
+        block_bytes -= block_bytes % (encoder.rows * row_bytes)
+    for boxes in whole_row_units(box.sizes, width, block_bytes):
+        unit_boxes += boxes
+        if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
+            yield [_moved(each, box) for each in unit_boxes]
+            unit_boxes = []
+    if unit_boxes:
+        yield [_moved(each, box) for each in unit_boxes]
+
+
+def _moved(inner: Box, outer: Box) -> Box:
+    """A box of a box as one of the tensor."""
+    return Box(tuple(a + b for a, b in zip(outer.offsets, inner.offsets, strict=True)), inner.sizes)
 
 
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
@@ -315,8 +354,7 @@ def _blocks(
             continue
         for blocks in whole_row_units(read.sizes, array.itemsize, BLOCK_BYTES):
             for block in blocks:
-                offsets = tuple(a + b for a, b in zip(read.offsets, block.offsets, strict=True))
-                yield Box(offsets, block.sizes), array[block.slices_within(Box.whole(read.sizes))]
+                yield _moved(block, read), array[block.slices_within(Box.whole(read.sizes))]
 
 
 def _whole_blocks(num_bytes: int) -> int:
@@ -332,47 +370,6 @@ def _rows_together(source: TensorSource, fqn: str) -> int:
     if not isinstance(inner, View):
         return expression.rows_together
     return max([expression.rows_together, *(_rows_together(inner, name) for name in expression.sources)])
-
-
-def _write(
-    files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray, *, after: _WrittenRun | None
-) -> _WrittenRun:
-    """Write the `common` part of a box to a slot; returns its piece, joined with the preceding one, `after`."""
-    part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
-    data = part.reshape(-1).view(np.uint8).data
-    element = 0  # of the slot, in which whole rows (or parts of one row) are contiguous
-    for offset, base, size in zip(common.offsets, slot.box.offsets, slot.box.sizes, strict=True):
-        element = element * size + offset - base
-    offset = element * itemsize(slot.dtype)
-    with files.use(slot.file) as descriptor:
-        write_all(descriptor, data, slot.byte_offset + offset, what=slot.file)
-    if after is None:
-        return _WrittenRun(number, offset, len(data), crc32(data))
-    assert offset == after.offset + after.length, f"{slot.fqn}: a gap in a slot"
-    return _WrittenRun(number, after.offset, after.length + len(data), crc32(data, after.crc32))
-
-
-def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_WrittenRun]) -> bool:
-    """Whether the pieces still have the bytes that were written."""
-    for piece in pieces:
-        slot, found = target.slots[piece.slot], 0
-        start, end = slot.byte_offset + piece.offset, slot.byte_offset + piece.offset + piece.length
-        with files.use(slot.file) as descriptor:
-            for position in range(start, end, BLOCK_BYTES):
-                found = crc32(os.pread(descriptor, min(BLOCK_BYTES, end - position), position), found)
-        if found != piece.crc32:
-            return False
-    return True
-
-
-def _create_files(folder: Path, target: Target, *, resuming: bool) -> None:
-    """Create every file before a thread writes.
-
-    An interrupt within `Thread.start` leaves a thread that its pool does not know and cannot wait for. Such a thread
-    must not create a file anew in a folder that is being removed.
-    """
-    for file in {slot.file for slot in target.slots}:
-        (folder / file).touch(exist_ok=resuming)
 
 
 def _check_match(
@@ -396,22 +393,3 @@ def _check_match(
     if problems:
         raise CheckpointError(f"source and target do not match:{list_offenders(problems)}")
     check_castable(changes)
-
-
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start without waiting
-
-
-def begin_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Start writing a range to the disk, so that the fsync at the end is short. No effect where it is unsupported."""
-    if call := _sync_file_range():
-        call(descriptor, offset, length, _WRITE)
-
-
-@cache
-def _sync_file_range() -> Any:
-    try:
-        call = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):  # not Linux
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return call

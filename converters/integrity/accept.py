@@ -19,6 +19,7 @@ from converters.common.names import (
 from converters.integrity.checks import changed_tensors, judge
 from converters.integrity.verify_report import Changes, Check
 from converters.store.commit import find_complete, fsync_folder
+from converters.store.folder_output import FolderOutput
 from converters.store.json_file import read_json
 from converters.store.local_files import is_file, stamp
 from converters.store.manifest import (
@@ -30,8 +31,8 @@ from converters.store.manifest import (
     in_threads,
     read_manifest,
     sum_file,
-    write_manifest,
 )
+from converters.store.output import write_manifest
 from converters.store.paths import refuse_links_out
 from converters.store.replace_file import fsync
 from converters.views.catalog import Catalog
@@ -113,7 +114,8 @@ def accept_changes(
                 f"{folder.path}: files changed while they were being checked", hint=f"{MANIFEST} was not changed"
             )
         sums_by_name = same | dict(zip(changed_files, sums, strict=True))
-        write_manifest(folder.path, tensors=tensors, files=sums_by_name, accepted=True, selected=old.selected)
+        output = FolderOutput(folder.path)
+        write_manifest(output, tensors=tensors, files=sums_by_name, accepted=True, selected=old.selected)
         fsync(folder.path)
     return checks, Changes(files, values, len(tensors), folder.unreadable)
 

@@ -21,7 +21,6 @@ from converters.store.digest import sum_of_rows
 from converters.store.folder import FolderStore
 from converters.store.location import Location
 from converters.store.paths import NotAFile, checked_file_name, refuse_links_out
-from converters.store.replace_file import replacing
 
 VERSION = 2
 _TEMPORARY = MANIFEST + ".tmp"
@@ -90,26 +89,6 @@ class Manifest:
     selected: str = ""
 
 
-def write_manifest(
-    folder: Path,
-    *,
-    tensors: Mapping[str, TensorSum],
-    files: Mapping[str, FileSum] | None = None,
-    accepted: bool = False,
-    selected: str = "",
-) -> Manifest:
-    """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
-    computed = dict(files or {})
-    sums = {name: computed.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
-    if absent := sorted(computed.keys() - sums.keys()):
-        raise CheckpointError(f"{folder}: files of the manifest are missing:{list_offenders(absent)}")
-    manifest = Manifest(dict(tensors), sums, accepted, selected)
-    body = _dump(manifest)
-    with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
-        temporary.write_bytes(b'{"crc32": %d,\n' % crc32(body) + body)
-    return manifest
-
-
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder; None if it has none (a checkpoint that someone else wrote)."""
     path, tries = folder / MANIFEST, [f"titan verify {folder} --accept"]
@@ -152,8 +131,8 @@ def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
     return first is not None and int(first[1]) == crc32(memoryview(raw)[first.end() :])
 
 
-def _dump(manifest: Manifest) -> bytes:
-    """Everything after the first line: one line for each tensor and file, for people and diff tools."""
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The file's content: the first line, then one line for each tensor and file, for people and diff tools."""
     tensors = [
         f"  {json.dumps(fqn)}: "
         + json.dumps(
@@ -177,7 +156,8 @@ def _dump(manifest: Manifest) -> bytes:
         ' "files": {',
         ",\n".join(files),
     ]
-    return "\n".join([*lines, " }", "}", ""]).encode()
+    body = "\n".join([*lines, " }", "}", ""]).encode()
+    return b'{"crc32": %d,\n' % crc32(body) + body
 
 
 def check_sizes(place: Path | Store) -> Manifest | None:
@@ -254,6 +234,11 @@ def _added_files(store: Store, manifest: Manifest) -> list[str]:
     return [f"{name}: not in the manifest" for name in files_to_keep(store) if name not in manifest.files]
 
 
+def is_kept(name: str) -> bool:
+    """Whether a file belongs in the manifest: not the manifest itself, nor what users edit."""
+    return name not in (MANIFEST, _TEMPORARY, *EDITABLE)
+
+
 def list_files(place: Path | Store) -> list[str]:
     """Every file of a folder but the manifest itself, as paths with `/`, sorted."""
     return [name for name in _store_of(place).walk() if name not in (MANIFEST, _TEMPORARY)]
@@ -261,7 +246,7 @@ def list_files(place: Path | Store) -> list[str]:
 
 def files_to_keep(place: Path | Store) -> list[str]:
     """The files that must not change: all but those that users edit."""
-    return [name for name in list_files(place) if name not in EDITABLE]
+    return [name for name in list_files(place) if is_kept(name)]
 
 
 def sum_file(path: Path) -> FileSum:

@@ -24,7 +24,9 @@ from converters.families.registry import get_family
 from converters.layout.layout import MIB
 from converters.model.model_info import read_model_info, write_model_info
 from converters.source.open import open_checkpoint
-from converters.store.manifest import TensorSum, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import TensorSum
+from converters.store.output import write_manifest
 from scripts.bench.models import LLAMA_1B, QWEN3_1B, QWEN3_MOE, write_model
 from tests.big_shapes import write_sparse_dcp
 from tests.models.llama import write as write_llama
@@ -179,7 +181,7 @@ def test_a_rank_of_the_command_holds_no_more(folders, form, tp, tell):
     """From its first line to its last token. The first reads every file for damage before that."""
     folder = folders / form
     sums = {name: TensorSum(t.dtype, t.shape, "") for name, t in open_checkpoint(folder).tensors.items()}
-    write_manifest(folder, tensors=sums)
+    write_manifest(FolderOutput(folder), tensors=sums)
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     ports = tuple(store.port for store in stores)
     peaks = in_fresh_processes(command_and_tell, [(folder, folders / "tiny", tp, rank, ports) for rank in range(tp)])

@@ -28,7 +28,9 @@ from converters.model.model_info import ModelInfo, write_model_info
 from converters.source.open import open_checkpoint
 from converters.store.commit import commit, new_staging
 from converters.store.digest import TensorDigest, has_whole_rows
-from converters.store.manifest import TensorSum, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import TensorSum
+from converters.store.output import write_manifest
 from converters.tokenizers.assets import write_assets
 from converters.views.catalog import Catalog, TensorEntry
 from converters.views.cover import overlap
@@ -95,7 +97,7 @@ def write_step(
         def complete() -> None:
             write_model_info(staging, info)
             write_assets(staging / ASSETS_FOLDER, info.assets, info.generation)
-            write_manifest(staging, tensors=tensors, files=files)
+            write_manifest(FolderOutput(staging), tensors=tensors, files=files)
             commit(staging, destination, overwrite=True)
 
         on_first(group, complete)

@@ -11,7 +11,9 @@ from converters.common.dtypes import DTYPES
 from converters.containers.target import Target
 from converters.engine.copy import CopyResult, copy_tensors
 from converters.engine.read import CatalogReader
-from converters.store.manifest import TensorSum, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import TensorSum
+from converters.store.output import write_file, write_manifest
 from converters.views.catalog import Catalog
 
 
@@ -71,12 +73,21 @@ def infos(state: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
     return {f: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for f, t in state.items()}
 
 
-def write(source, target: Target, folder: Path, **options) -> CopyResult:
-    """Copy, finish and seal, as a conversion does, into a new folder."""
+class AppendOnly(FolderOutput):
+    """The output of a folder whose files can only be appended to, as those of an object store."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.offset_files = None
+
+
+def write(source, target: Target, folder: Path, *, in_order: bool = False, **options) -> CopyResult:
+    """Copy and seal, as a conversion does, into a new folder, or `in_order` to one that can only be appended to."""
     folder.mkdir()
-    result = copy_tensors(source, target, folder, **options)
-    sums = target.finish(folder, result.crc32)
+    output = AppendOnly(folder) if in_order else FolderOutput(folder)
+    result = copy_tensors(source, target, output, **options)
+    sums = result.files | {name: write_file(output, name, data) for name, data in target.other_files.items()}
     assert {name: s.size for name, s in sums.items()} == dict(target.file_bytes)
     tensors = {f: TensorSum(i.dtype, i.shape, result.digests.get(f, "")) for f, i in target.tensors.items()}
-    write_manifest(folder, tensors=tensors, files=sums)
+    write_manifest(output, tensors=tensors, files=sums)
     return result

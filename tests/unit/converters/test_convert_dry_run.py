@@ -107,9 +107,9 @@ def test_room_is_reckoned_for_all_that_is_written_until_the_end(tmp_path, monkey
     (tmp_path / "hf" / "tokenizer.model").write_text("".join(lines))
     held, sealed = [], execute.write_manifest
 
-    def write_manifest(folder, **sums):
-        sealed(folder, **sums)
-        held.append(sum(path.stat().st_size for path in folder.parent.rglob("*") if path.is_file()))
+    def write_manifest(output, **sums):
+        sealed(output, **sums)
+        held.append(sum(path.stat().st_size for path in output.folder.parent.rglob("*") if path.is_file()))
 
     monkeypatch.setattr(execute, "write_manifest", write_manifest)
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=2, tp=2, pp=4)))

@@ -19,10 +19,11 @@ from converters.conversion.execute import execute
 from converters.conversion.needs import needed_bytes
 from converters.conversion.records import Plan, Run
 from converters.engine.copy import DEFAULT_WORKERS
-from converters.engine.journal import Journal, plan_fingerprint
+from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.layout.layout import boxes_for_any_mesh
 from converters.source.open import open_checkpoint
+from converters.store.journal import Journal
 from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama

@@ -15,7 +15,9 @@ from converters.engine.read import CatalogReader
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.open import open_checkpoint
-from converters.store.manifest import read_manifest, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import read_manifest
+from converters.store.output import write_manifest
 from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
@@ -77,12 +79,12 @@ def test_quick_reads_the_small_files(sound, tmp_path):
 def test_a_checkpoint_without_digests_is_reported_as_such(sound, kind, tmp_path):
     copy = shutil.copytree(sound / kind, tmp_path / "copy")
     tensors = read_manifest(copy).tensors
-    write_manifest(copy, tensors={fqn: replace(entry, digest="") for fqn, entry in tensors.items()})
+    write_manifest(FolderOutput(copy), tensors={fqn: replace(entry, digest="") for fqn, entry in tensors.items()})
     report = verify(copy)
     assert report.checks[-1].outcome == "not possible" and "written with --no-digest" in report.checks[-1].detail
     assert report.ok and "not checked: values" in report.verdict
     some = list(tensors)[3]
-    write_manifest(copy, tensors=tensors | {some: replace(tensors[some], digest="")})
+    write_manifest(FolderOutput(copy), tensors=tensors | {some: replace(tensors[some], digest="")})
     report = verify(copy)
     assert report.checks[-1].outcome == "warning" and "1 of 21 tensors have no digest" in report.checks[-1].detail
 
@@ -226,7 +228,7 @@ def test_a_changed_value_under_new_checksums_is_found_by_its_digest(sound, kind,
         (byte,) = file.read(1)
         file.seek(chunk.byte_offset)
         file.write(bytes([byte ^ 1]))
-    write_manifest(copy, tensors=read_manifest(copy).tensors)
+    write_manifest(FolderOutput(copy), tensors=read_manifest(copy).tensors)
     report = verify(copy)
     assert [check.name for check in report.checks if check.outcome == "failed"] == ["values"]
     assert report.checks[-1].problems == (f"{fqn}: its values have changed (digest)",)

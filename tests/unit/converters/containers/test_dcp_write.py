@@ -6,6 +6,7 @@ from converters.common.box import Box, TensorInfo
 from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import blob_item
 from converters.containers.dcp_write import BLOB_FILE, plan_dcp
+from converters.store.folder_output import FolderFiles
 
 
 def test_what_surrounds_many_chunks_is_written_file_by_file(tmp_path):
@@ -15,7 +16,7 @@ def test_what_surrounds_many_chunks_is_written_file_by_file(tmp_path):
     target = plan_dcp(tensors, files)
     tracemalloc.start()
     try:
-        target.finish(tmp_path, [0] * len(target.slots))
+        target.finish(FolderFiles(tmp_path), [0] * len(target.slots))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

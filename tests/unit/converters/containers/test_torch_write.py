@@ -12,6 +12,7 @@ from converters.common.errors import CheckpointError
 from converters.containers.torch_write import plan_torch
 from converters.engine.read import CatalogReader
 from converters.source.open import open_checkpoint
+from converters.store.folder_output import FolderFiles
 from converters.store.manifest import check_files, sum_file
 from tests.unit.converters.samples import infos, raw, read_all, state_dict, write
 
@@ -23,7 +24,8 @@ def written(tmp_path_factory, request):
     state = state_dict()
     torch.save(state, folder / "torch.pt")
     with CatalogReader(open_checkpoint(folder / "torch.pt")) as reader:
-        write(reader, plan_torch(infos(state), file="ours.pt", streamed=request.param), folder / "ours")
+        target = plan_torch(infos(state), file="ours.pt", streamed=request.param)
+        write(reader, target, folder / "ours", in_order=request.param)
     return state, folder / "ours" / "ours.pt"
 
 
@@ -97,7 +99,7 @@ def test_beyond_4_gib(tmp_path):
             if slot.fqn != "huge":
                 file.seek(slot.byte_offset)
                 file.write(raw(small))
-    sums = target.finish(tmp_path, crcs)
+    sums = target.finish(FolderFiles(tmp_path), crcs)
     assert sums["x.pt"].size == target.total_bytes == (tmp_path / "x.pt").stat().st_size
     loaded = torch.load(tmp_path / "x.pt", mmap=True, weights_only=True)
     assert loaded["huge"].shape == (huge,) and loaded["huge"][-1] == 0
@@ -118,7 +120,7 @@ def test_the_file_s_own_crc_is_joined_from_its_parts(tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     (again / "ours.pt").write_bytes((tmp_path / "ours" / "ours.pt").read_bytes())
-    assert target.finish(again, result.crc32) == {"ours.pt": sum_file(tmp_path / "ours" / "ours.pt")}
+    assert target.finish(FolderFiles(again), result.crc32) == {"ours.pt": sum_file(tmp_path / "ours" / "ours.pt")}
 
 
 def test_an_unknown_element_type_is_refused():

@@ -11,7 +11,8 @@ from converters.inspect import inspect_checkpoint
 from converters.quantized.fp8_encoder import Fp8Encoder
 from converters.quantized.quantization import Fp8Scheme, read_quantization
 from converters.source.weights import open_native
-from converters.store.manifest import read_manifest, write_manifest
+from converters.store.manifest import read_manifest
+from converters.store.output import write_manifest
 from converters.verify import verify
 from tests.doors import convert
 from tests.fp8_folders import E4M3, dequantize, is_quantized, quantize, read_folder, save, write_fp8

@@ -22,11 +22,12 @@ from converters.containers.safetensors_write import plan_safetensors
 from converters.engine.copy import MOST_BYTES, copy_tensors, whole_row_units
 from converters.source.open import open_checkpoint
 from converters.store.digest import TensorDigest
+from converters.store.folder_output import FolderOutput
 from converters.store.manifest import check_files
 from converters.views.casts import cast, count_non_finite
 from converters.views.expressions import HeadRows, Source
 from converters.views.view import Ledger, View
-from tests.unit.converters.samples import raw, read_all, write
+from tests.unit.converters.samples import AppendOnly, raw, read_all, write
 
 
 class Arrays:
@@ -57,7 +58,7 @@ def test_an_overflow_is_an_error_that_names_all_tensors(tmp_path, to, large):
     arrays["a"][1, 1] = arrays["c"][0, 2] = arrays["c"][2, 2] = large
     target = plan_safetensors({name: TensorInfo(to, (3, 3)) for name in "abc"})
     with pytest.raises(CheckpointError, match=rf"(?s)a: 1 value does not fit {to}.*c: 2 values"):
-        copy_tensors(Arrays(**arrays), target, tmp_path, casts=dict.fromkeys("abc", to))
+        copy_tensors(Arrays(**arrays), target, FolderOutput(tmp_path), casts=dict.fromkeys("abc", to))
 
 
 def test_infinities_that_were_there_are_counted_and_no_overflow(tmp_path):
@@ -81,16 +82,17 @@ def test_what_does_not_match_is_reported_before_anything_is_written(tmp_path):
         {"a": TensorInfo("float32", (3, 2)), "b": TensorInfo("float16", (2,)), "c": TensorInfo("float32", (1,))}
     )
     with pytest.raises(CheckpointError, match=r"(?s)c: the source does not have it.*a: \[2, 3\].*b: float32"):
-        copy_tensors(source, target, tmp_path)
+        copy_tensors(source, target, FolderOutput(tmp_path))
     with pytest.raises(UnsupportedError, match="n: int64 to float32"):
         only = plan_safetensors({"n": TensorInfo("float32", (2,))})
-        copy_tensors(Arrays(n=np.zeros(2, "int64")), only, tmp_path, casts={"n": "float32"})
+        copy_tensors(Arrays(n=np.zeros(2, "int64")), only, FolderOutput(tmp_path), casts={"n": "float32"})
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("in_order", [False, True], ids=["", "in order"])
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("block_bytes", [8 << 20, 100])
-def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, workers, block_bytes):
+def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, workers, block_bytes, in_order):
     monkeypatch.setattr(copying, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(copying, "UNIT_BYTES", 3 * block_bytes)
     generator = np.random.default_rng(0)
@@ -112,12 +114,14 @@ def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, wo
     seen = []
     result = write(
         source,
-        plan_dcp(source.tensors, {"__0_0.distcp": boxes[::2], "__1_0.distcp": boxes[1::2]}),
+        plan_dcp(source.tensors, {"__0_0.distcp": boxes[::2], "__1_0.distcp": boxes[1::2]}, streamed=in_order),
         tmp_path / "out",
+        in_order=in_order,
         workers=workers,
         on_bytes=lambda count: seen.append((count, threading.current_thread())),
     )
     assert source.largest <= block_bytes
+    assert [*result.read_twice] == (["long_rows"] if in_order else [])  # whose digest needs whole rows
     assert sum(count for count, _ in seen) == sum(a.nbytes for a in arrays.values())
     assert {thread for _, thread in seen} == {threading.main_thread()}
     assert read_all(open_checkpoint(tmp_path / "out")) == {fqn: a.tobytes() for fqn, a in arrays.items()}
@@ -140,16 +144,25 @@ def test_the_rows_of_a_head_are_read_together(tmp_path, width, rows):
     seen = []
     held = Arrays(w=np.zeros((rows * 8, width), "uint8"))
     source = Reordered(held, held.tensors, {"w": HeadRows(Source("w"), 32, to_halves=False)}, Ledger())
-    copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=1)
+    copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path), workers=1)
     if width * 32 <= MOST_BYTES:
         assert all(box.offsets[0] % 32 == 0 and box.sizes[0] % 32 == 0 for box in seen)
     assert max(box.num_elements for box in seen) <= MOST_BYTES
 
 
 @pytest.mark.parametrize(
-    ("shape", "workers"), [((4096, 4096), 1), ((4096, 4096), 8), ((2, 1 << 23), 1), ((2, 1 << 23), 8), ((1 << 16,), 1)]
+    ("shape", "workers", "in_order"),
+    [
+        ((4096, 4096), 1, False),
+        ((4096, 4096), 8, False),
+        ((4096, 4096), 1, True),
+        ((2, 1 << 23), 1, False),
+        ((2, 1 << 23), 8, False),
+        ((2, 1 << 23), 2, True),
+        ((1 << 16,), 1, False),
+    ],
 )
-def test_memory_is_a_few_blocks_for_each_worker(tmp_path, shape, workers):
+def test_memory_is_a_few_blocks_for_each_worker(tmp_path, shape, workers, in_order):
     """Long rows and vectors too, with a cast and a check of what was read."""
 
     class Zeros(Arrays):
@@ -161,10 +174,12 @@ def test_memory_is_a_few_blocks_for_each_worker(tmp_path, shape, workers):
     target = plan_safetensors({"w": TensorInfo("bfloat16", shape)})
     tracemalloc.start()
     casts = {"w": "bfloat16"}
-    copy_tensors(source, target, tmp_path, casts=casts, workers=workers, check_source=lambda found: None)
+    output = AppendOnly(tmp_path) if in_order else FolderOutput(tmp_path)
+    copy_tensors(source, target, output, casts=casts, workers=workers, check_source=lambda found: None)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < (4 + 8 * workers) * 2**20
+    waiting = 8 * (2 * workers + 1) if in_order else 0  # units of 8 MiB whose turn has not come
+    assert peak < (4 + 8 * workers + waiting) * 2**20
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (1, 50), (2, 3, 4), (2, 1, 9)])
@@ -185,7 +200,7 @@ def test_an_error_of_the_source_ends_the_copy(tmp_path):
 
     source = Broken(a=np.zeros(3, "float32"))
     with pytest.raises(CheckpointError, match="a is broken"):
-        copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=3)
+        copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path), workers=3)
 
 
 def test_no_thread_writes_on_after_an_interrupt(tmp_path):
@@ -197,7 +212,7 @@ def test_no_thread_writes_on_after_an_interrupt(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=4, on_bytes=interrupt)
+        copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path), workers=4, on_bytes=interrupt)
     assert {*threading.enumerate()} <= threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -223,7 +238,7 @@ def test_an_interrupt_while_a_lock_of_the_pool_is_held_is_delivered_later(tmp_pa
     try:
         with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
             patch.setattr(Future, "result", interrupted)
-            copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=2)
+            copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path), workers=2)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -249,7 +264,7 @@ def test_a_thread_that_an_interrupt_leaves_behind_creates_no_file(tmp_path, monk
     source = Late(a=np.zeros((64, 64), "float32"))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=2)
+        copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path), workers=2)
     (left_behind,) = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
     for path in tmp_path.iterdir():
         path.unlink()
@@ -266,7 +281,7 @@ def test_a_full_disk_is_reported_in_plain_words(tmp_path, monkeypatch, number):
     source = Arrays(a=np.zeros(100_000, "float32"))
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(CheckpointError, match="no space left"):
-        copy_tensors(source, plan_safetensors(source.tensors), tmp_path)
+        copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path))
 
 
 def test_a_limit_on_the_length_of_files_is_reported_in_plain_words(tmp_path):
@@ -276,7 +291,7 @@ def test_a_limit_on_the_length_of_files_is_reported_in_plain_words(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
     try:
         with pytest.raises(CheckpointError, match="the file is too long"):
-            copy_tensors(source, plan_safetensors(source.tensors), tmp_path)
+            copy_tensors(source, plan_safetensors(source.tensors), FolderOutput(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, old_handler)

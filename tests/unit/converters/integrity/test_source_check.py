@@ -13,7 +13,9 @@ from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from converters.source.open import open_checkpoint
-from converters.store.manifest import TensorSum, read_manifest, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import TensorSum, read_manifest
+from converters.store.output import write_manifest
 from converters.verify import verify
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
@@ -145,7 +147,8 @@ def training(sound, folder, *, manifest):
         reshard(folder, folder.with_name("once"))
         sums = read_manifest(folder.with_name("once")).tensors
         write_manifest(
-            folder, tensors={n: TensorSum(e.dtype, e.shape, sums[n].digest) for n, e in catalog.tensors.items()}
+            FolderOutput(folder),
+            tensors={n: TensorSum(e.dtype, e.shape, sums[n].digest) for n, e in catalog.tensors.items()},
         )
         shutil.rmtree(folder.with_name("once"))
     return folder

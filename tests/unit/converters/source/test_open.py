@@ -10,7 +10,9 @@ import torch
 
 from converters.common.errors import CheckpointError, TitanError
 from converters.source.open import open_checkpoint
-from converters.store.manifest import TensorSum, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import TensorSum
+from converters.store.output import write_manifest
 from tests.unit.converters.samples import save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,7 +141,7 @@ def test_two_checkpoints_in_one_folder_are_refused(tmp_path):
 
 def test_the_manifest_must_agree(tmp_path):
     safetensors.torch.save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
-    write_manifest(tmp_path, tensors={"w": TensorSum("float32", (3,), "")})
+    write_manifest(FolderOutput(tmp_path), tensors={"w": TensorSum("float32", (3,), "")})
     assert list(open_checkpoint(tmp_path).tensors) == ["w"]
     safetensors.torch.save_file({"v": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(

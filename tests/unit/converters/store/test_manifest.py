@@ -9,17 +9,18 @@ import pytest
 
 from converters.common.errors import CheckpointError
 from converters.common.names import MANIFEST
+from converters.store.folder_output import FolderOutput
 from converters.store.manifest import (
     FileSum,
     Manifest,
     TensorSum,
-    _dump,
     check_files,
     check_sizes,
+    dump_manifest,
     read_manifest,
     sum_file,
-    write_manifest,
 )
+from converters.store.output import write_manifest
 
 TENSORS = {"w": TensorSum("bfloat16", (2, 3), "00" * 16)}
 
@@ -30,7 +31,7 @@ def folder(tmp_path):
     (tmp_path / "assets/tokenizer.json").write_text("{}")
     (tmp_path / "data.bin").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "empty").touch()
-    write_manifest(tmp_path, tensors=TENSORS)
+    write_manifest(FolderOutput(tmp_path), tensors=TENSORS)
     return tmp_path
 
 
@@ -48,10 +49,10 @@ def test_round_trip(folder):
 
 def test_known_sums_are_not_read_again(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
-    manifest = write_manifest(tmp_path, tensors={}, files={"a": FileSum(3, 12345)})
+    manifest = write_manifest(FolderOutput(tmp_path), tensors={}, files={"a": FileSum(3, 12345)})
     assert manifest.files["a"].crc32 == 12345
     with pytest.raises(CheckpointError, match=r"missing:\n  b"):
-        write_manifest(tmp_path, tensors={}, files={"b": FileSum(3, 1)})
+        write_manifest(FolderOutput(tmp_path), tensors={}, files={"b": FileSum(3, 1)})
 
 
 def test_it_is_synced_before_it_replaces_the_old_one(folder, monkeypatch):
@@ -59,7 +60,7 @@ def test_it_is_synced_before_it_replaces_the_old_one(folder, monkeypatch):
     for name in ("fsync", "replace"):
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (calls.append(name), call(*given))[1])
-    write_manifest(folder, tensors=TENSORS)
+    write_manifest(FolderOutput(folder), tensors=TENSORS)
     assert calls == ["fsync", "replace", "fsync"]  # the file, then the names in its folder
 
 
@@ -120,7 +121,7 @@ def test_every_flipped_bit_is_found(folder, monkeypatch, part_bytes):
 
 def test_every_bit_of_the_manifest_counts(tmp_path):
     """White space and the spelling of escapes, too."""
-    write_manifest(tmp_path, tensors={"wäight": TensorSum("float32", (1,), "")}, files={})
+    write_manifest(FolderOutput(tmp_path), tensors={"wäight": TensorSum("float32", (1,), "")}, files={})
     good = (tmp_path / MANIFEST).read_bytes()
     for place in range(len(good)):
         for bit in range(8):
@@ -152,8 +153,7 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path):
 
 
 def _seal(folder, files):
-    body = _dump(Manifest({}, files))
-    (folder / MANIFEST).write_bytes(b'{"crc32": %d,\n' % zlib.crc32(body) + body)
+    (folder / MANIFEST).write_bytes(dump_manifest(Manifest({}, files)))
     assert read_manifest(folder).files == files
 
 

@@ -13,7 +13,9 @@ from converters.engine.read import CatalogReader
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from converters.source.open import open_checkpoint
-from converters.store.manifest import TensorSum, read_manifest, write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.manifest import TensorSum, read_manifest
+from converters.store.output import write_manifest
 from tests.checkpoint_forms import FORMS, native, write_byte_ranks
 from tests.doors import reshard
 from tests.fp8_folders import dequantized, save, write_fp8
@@ -238,7 +240,7 @@ def test_without_digests_the_files_are_read_for_damage(titan, training, tmp_path
     folder = shutil.copytree(training[0], tmp_path / "step-7")
     manifest = read_manifest(folder)
     bare = {fqn: TensorSum(t.dtype, t.shape, "") for fqn, t in manifest.tensors.items()}
-    write_manifest(folder, tensors=bare, files=manifest.files)
+    write_manifest(FolderOutput(folder), tensors=bare, files=manifest.files)
     assert titan("infer", folder, *ASK)[0] == 0
     file = flip(folder, "optimizer.state.norm.weight.exp_avg")
     err = refusal_of(titan("infer", folder, *ASK), as_json=True)

@@ -6,7 +6,8 @@ import pytest
 
 from converters.common.errors import CheckpointError
 from converters.common.names import RUN_LOCK
-from converters.store.manifest import write_manifest
+from converters.store.folder_output import FolderOutput
+from converters.store.output import write_manifest
 from trainer.checkpoints.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
 
 
@@ -15,7 +16,7 @@ def _make_step(folder, step):
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(b"m" * 10)
     (path / "__0_0.distcp").write_bytes(b"d" * 100)
-    write_manifest(path, tensors={})
+    write_manifest(FolderOutput(path), tensors={})
     return path
 
 

@@ -1,0 +1,158 @@
+"""The protocol of an output: the files of a checkpoint that is being written, which appears complete or not at all.
+
+outputs.py finds who makes the outputs of a location; those of paths are in folder_output.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from converters.common.crc import crc32
+from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import MANIFEST
+from converters.store.commit import CHECKPOINT_MARKS
+from converters.store.journal import Journal
+from converters.store.location import Location
+from converters.store.manifest import FileSum, Manifest, TensorSum, dump_manifest, is_kept, sum_file
+
+RESUME_HINT = "what was written is kept: run again with --resume to continue"
+
+
+class NewFile(Protocol):
+    """A file that takes bytes in order."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+class OffsetFiles(Protocol):
+    """Files that take bytes at any offset, in any order, from several threads."""
+
+    def create(self, name: str, *, exist_ok: bool = True) -> None: ...
+    def write(self, name: str, offset: int, data: bytes | memoryview) -> None: ...
+    def read(self, name: str, offset: int, length: int) -> bytes: ...
+
+    def begin_writeback(self, name: str, offset: int, length: int) -> None:
+        """Start writing a range to the disk, so that committing is quick."""
+
+    def close(self) -> None:
+        """Close what is open. Writing opens it again."""
+
+
+class Output(Protocol):
+    """Files of one checkpoint. Readers of its location see them once `commit` returns."""
+
+    @property
+    def folder(self) -> Path:
+        """A folder of this machine. Functions write small files into it, which `add_small_files` takes."""
+
+    @property
+    def offset_files(self) -> OffsetFiles | None:
+        """None if files can only be appended to."""
+
+    def create(self, name: str) -> AbstractContextManager[NewFile]:
+        """A new file, which is one of the output once the block ends without an error."""
+
+    def identity(self, name: str) -> tuple[str | int, ...] | None:
+        """What tells that a written file was replaced; None if there is no such file."""
+
+    def add_small_files(self) -> None: ...
+
+    def names(self) -> list[str]:
+        """All files that were written, with `/` if they are in folders, sorted."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small file. If it exists, readers see the old content or the new one."""
+
+    def commit(self, *, overwrite: bool) -> None:
+        """Make the files the checkpoint of the location; with `overwrite`, instead of the one that is there."""
+
+    def discard(self) -> None:
+        """Remove what was written."""
+
+
+@dataclass(slots=True)
+class Claimed:
+    """An output of one writer, which holds the lock of its location."""
+
+    output: Output
+    journal: Journal
+    remarks: tuple[str, ...]  # on what earlier attempts left
+
+
+class Outputs(Protocol):
+    """Makes the outputs of one scheme."""
+
+    @property
+    def only_appends(self) -> bool:
+        """Whether files can only be appended to, so that plans must be streamed (see Target)."""
+
+    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+        """Raise CheckpointError unless a checkpoint may be written there.
+
+        A location may be absent or empty or, with `overwrite`, hold one of the files `marks`.
+        """
+
+    def require_space(self, location: Location, num_bytes: int) -> int:
+        """The free bytes there. Raises CheckpointError if they are less, or nothing can be written."""
+
+    def bytes_left_behind(self, location: Location) -> int:
+        """Bytes of earlier attempts, which the next one resumes or removes."""
+
+    def claim(
+        self, location: Location, *, files: Mapping[str, int], is_file: bool, fingerprint: str | None, resume: bool
+    ) -> AbstractContextManager[Claimed]:
+        """An output of `files` (name → size) that no other process writes. When the block fails, it is discarded.
+
+        With `resume`, what was written is kept after an interrupt or a full disk, and the next attempt with the same
+        `fingerprint` continues. Readers see no checkpoint without the last one of `files`: where a commit is no rename,
+        it is created last. `is_file`: the location is that of the only file, and nothing else is committed.
+        """
+
+
+def can_resume(error: BaseException) -> bool:
+    """Whether what was written is valid although the conversion ended: after an interrupt, or a full disk."""
+    return not isinstance(error, Exception) or isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+
+
+class SummedFile:
+    """Counts and sums the bytes that go into a new file."""
+
+    def __init__(self, file: NewFile):
+        self.sum = FileSum(0, 0)
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.sum = FileSum(self.sum.size + len(data), crc32(data, self.sum.crc32))
+
+
+def write_file(output: Output, name: str, data: bytes) -> FileSum:
+    """Write a small file and return its size and CRC32."""
+    if output.offset_files is not None:
+        output.offset_files.create(name)
+        output.offset_files.write(name, 0, data)
+    else:
+        with output.create(name) as file:
+            file.write(data)
+    return FileSum(len(data), crc32(data))
+
+
+def write_manifest(
+    output: Output,
+    *,
+    tensors: Mapping[str, TensorSum],
+    files: Mapping[str, FileSum] | None = None,
+    accepted: bool = False,
+    selected: str = "",
+) -> Manifest:
+    """Write the manifest of all files of an output; those that `files` does not know are read once. Call it last."""
+    computed = dict(files or {})
+    names = [name for name in output.names() if is_kept(name)]
+    sums = {name: computed.get(name) or sum_file(output.folder / name) for name in names}
+    if absent := sorted(computed.keys() - sums.keys()):
+        raise CheckpointError(f"{output.folder}: files of the manifest are missing:{list_offenders(absent)}")
+    manifest = Manifest(dict(tensors), sums, accepted, selected)
+    output.replace(MANIFEST, dump_manifest(manifest))
+    return manifest

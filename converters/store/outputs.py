@@ -1,0 +1,25 @@
+"""Who makes the outputs of a location: of a path, the folder's; of a URI, what is registered for its scheme."""
+
+from converters.common.errors import UnsupportedError
+from converters.store.folder_output import FolderOutputs
+from converters.store.location import Location
+from converters.store.output import Outputs
+
+_OUTPUTS: dict[str, Outputs] = {}
+
+
+def register_outputs(scheme: str, outputs: Outputs) -> None:
+    """Write to locations `scheme://…` with the outputs that `outputs` makes."""
+    _OUTPUTS[scheme] = outputs
+
+
+def outputs_at(location: Location) -> Outputs:
+    """What makes outputs at a location. Raises UnsupportedError if nothing is registered for the scheme of a URI."""
+    if not location.scheme:
+        return FolderOutputs()
+    if location.scheme not in _OUTPUTS:
+        known = ", ".join(f"{scheme}://" for scheme in sorted(_OUTPUTS))
+        raise UnsupportedError(
+            f"{location}: {location.scheme}:// cannot be written to", hint=f"known: paths{known and f', {known}'}"
+        )
+    return _OUTPUTS[location.scheme]
