@@ -29,6 +29,7 @@ from converters.reshard import ReshardReport, ReshardRequest
 from converters.reshard import reshard as _reshard
 from converters.source.weights import NativeWeights, open_native
 from converters.store.hub_names import find_local
+from converters.store.location import Place, locate
 from converters.verify import verify as _verify
 
 __all__ = [
@@ -42,7 +43,7 @@ __all__ = [
 
 def convert(
     src: Path | str,
-    dst: Path | str,
+    dst: Place,
     *,
     to: str,
     dtype: str | None = None,
@@ -98,7 +99,7 @@ def convert(
     """
     request = Request(
         find_local(src),
-        Path(dst),
+        locate(dst),
         get_format(to),
         options=OutputOptions(
             mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
@@ -124,7 +125,7 @@ def convert(
 
 def reshard(
     src: Path | str,
-    dst: Path | str,
+    dst: Place,
     *,
     for_mesh: str | None = None,
     num_files: int | None = None,
@@ -153,7 +154,7 @@ def reshard(
     """
     request = ReshardRequest(
         find_local(src),
-        Path(dst),
+        locate(dst),
         mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
         num_files=num_files,
         shard_bytes=shard_bytes,

@@ -122,7 +122,7 @@ def _remarks(request: Request, destination: Destination, weights: NativeWeights,
     """What a user should know of the plan and the report has no field for."""
     info, catalog, tensors = plan.contents.info, weights.catalog, weights.source.tensors
     return [
-        *destination.remarks(request.src, catalog, info),
+        *destination.remarks(catalog, info),
         *info.notes,
         *weights.notes_on_codes,
         *describe_dtypes(info, tensors, _cast_by_readers(plan), to=request.output.name, dtype=request.dtype),

@@ -31,7 +31,9 @@ from converters.model.model_info import ModelInfo, write_model_info
 from converters.source.open import open_checkpoint, require_exists
 from converters.source.weights import dequantized_for
 from converters.store.json_file import read_json
+from converters.store.location import Place, locate
 from converters.store.manifest import list_files
+from converters.store.outputs import outputs_at
 from converters.tokenizers.assets import write_assets
 from converters.training.contents import ReshardedContents, collect
 from converters.training.parameter_names import Spelling, read_spelling
@@ -93,7 +95,7 @@ class ReshardRequest:
     """
 
     src: Path
-    dst: Path
+    dst: Place
     mesh: MeshShape | None = None
     num_files: int | None = None
     shard_bytes: int | None = None
@@ -192,7 +194,13 @@ def _plan(request: ReshardRequest, source: _Source, reader: CatalogReader) -> _R
     files = _files(request, tensors, contents)
     work = Plan(
         source=contents.source,
-        target=plan_dcp(tensors, files, blobs=contents.blobs, planner_data=contents.paths),
+        target=plan_dcp(
+            tensors,
+            files,
+            blobs=contents.blobs,
+            planner_data=contents.paths,
+            streamed=outputs_at(locate(request.dst)).only_appends,
+        ),
         casts=casts,
         write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
         carried=[*(catalog.root / name for name in _other_files(catalog)), *spelling.info.assets.values()],

@@ -150,6 +150,8 @@ def _write_sparse(folder: Path, target: Target) -> None:
         with (folder / name).open("wb") as file:
             file.truncate(size)
     target.finish(FolderFiles(folder), [0] * len(target.slots))  # a CRC32 of 0 means that there is none
+    for name, data in target.other_files.items():
+        (folder / name).write_bytes(data)
 
 
 def num_bytes(tensors: Mapping[str, TensorInfo]) -> int:

@@ -8,13 +8,14 @@ from converters import convert as conversion
 from converters import reshard as resharding
 from converters.conversion.records import Request, Run
 from converters.formats.registry import get_format
+from converters.store.location import Place, locate
 
 _RUN = {field.name for field in fields(Run)}
 
 
 def convert(
     src: Path | str,
-    dst: Path | str,
+    dst: Place,
     *,
     to: str,
     source: str | None = None,
@@ -24,16 +25,16 @@ def convert(
     run = Run(**{name: values.pop(name) for name in _RUN & values.keys()})
     format = None if source is None else get_format(source)
     return conversion.convert(
-        Request(Path(src), Path(dst), get_format(to), source=format, model_from=_path(model_from), **values), run
+        Request(Path(src), locate(dst), get_format(to), source=format, model_from=_path(model_from), **values), run
     )
 
 
 def reshard(
-    src: Path | str, dst: Path | str, *, model_from: Path | str | None = None, **values: Any
+    src: Path | str, dst: Place, *, model_from: Path | str | None = None, **values: Any
 ) -> resharding.ReshardReport:
     run = Run(**{name: values.pop(name) for name in _RUN & values.keys()})
     return resharding.reshard(
-        resharding.ReshardRequest(Path(src), Path(dst), model_from=_path(model_from), **values), run
+        resharding.ReshardRequest(Path(src), locate(dst), model_from=_path(model_from), **values), run
     )
 
 

@@ -19,7 +19,8 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.layout.layout import boxes_for_mesh
 from converters.model.model_info import write_model_info
 from converters.naming.namings import is_named
-from converters.store.commit import check_destination
+from converters.store.location import Place, locate
+from converters.store.outputs import outputs_at
 from converters.tokenizers.assets import write_assets
 from trainer.config.sections import Config
 from trainer.job.chosen_model import chosen_model
@@ -55,7 +56,7 @@ def job_of_seed(config: Config) -> Job:
 
 def seed(
     job: Job,
-    dst: Path,
+    dst: Place,
     *,
     workers: int = DEFAULT_WORKERS,
     overwrite: bool = False,
@@ -67,7 +68,8 @@ def seed(
     Raises ConfigError if the memory of this machine is too small even for the values that are drawn at a time.
     """
     started = time.monotonic()
-    check_destination(dst, overwrite=overwrite)
+    outputs = outputs_at(locate(dst))
+    outputs.check(locate(dst), overwrite=overwrite)
     needed, available = least_cache_bytes(job.family.parameters(job.args)), available_bytes()
     if not ignore_memory and available is not None and needed > available:
         hint = "the values that are drawn at a time"
@@ -84,7 +86,8 @@ def seed(
         stages=job.split.modules,
         stage_ranks=job.split.ranks,
     )
-    target = plan_dcp({p.fqn: TensorInfo(dtypes[p.fqn], p.shape) for p in parameters}, files)
+    tensors = {p.fqn: TensorInfo(dtypes[p.fqn], p.shape) for p in parameters}
+    target = plan_dcp(tensors, files, streamed=outputs.only_appends)
 
     def write_small_files(folder: Path) -> list[str]:
         write_model_info(folder, info)

@@ -12,7 +12,10 @@ from converters.conversion.records import Execution, Plan, Run, no_small_files
 from converters.conversion.remarks import describe_left_files, describe_lone_file, describe_tokenizer
 from converters.formats.base import Format
 from converters.model.model_info import ModelInfo
+from converters.store.base import open_store
 from converters.store.folder import FolderStore
+from converters.store.local_files import exists, is_file, is_link
+from converters.store.location import Location, Place, locate
 from converters.tokenizers.assets import tokenizer_remark
 from converters.views.catalog import Catalog
 
@@ -21,40 +24,40 @@ from converters.views.catalog import Catalog
 class FolderDestination:
     """A folder of weights, manifest and small files."""
 
-    path: Path
+    location: Location
     format: Format
 
-    def check(self, src: Path, *, overwrite: bool) -> None:
+    def check(self, src: Place, *, overwrite: bool) -> None:
         """Raise CheckpointError if the output may not be written."""
-        check_places(src, self.path, overwrite=overwrite)
+        check_places(src, self.location, overwrite=overwrite)
 
-    def remarks(self, src: Path, catalog: Catalog, info: ModelInfo) -> list[str]:
+    def remarks(self, catalog: Catalog, info: ModelInfo) -> list[str]:
         """What happens to the files that are not weights, if a user should know. `info`: of the output."""
         is_meta, vocab_size = catalog.container == "meta", info.args.vocab_size
         tokenizer = tokenizer_remark(info.assets, to=self.format.name, vocab_size=vocab_size, of_meta=is_meta)
-        left_files = describe_left_files(catalog, info) if src.is_dir() else ""
+        left_files = describe_left_files(catalog, info) if not catalog.is_lone_file else ""
         return [tokenizer, describe_tokenizer(info), *info.remarks, left_files]
 
     def write(self, plan: Plan, run: Run) -> Execution:
         """Carry out a plan."""
-        return execute(self.path, plan, run)
+        return execute(self.location, plan, run)
 
 
 @dataclass(frozen=True, slots=True)
 class FileDestination:
     """A single file of weights: written in a temporary folder like any output, then renamed to its place."""
 
-    path: Path
+    location: Location
 
-    def check(self, src: Path, *, overwrite: bool) -> None:
+    def check(self, src: Place, *, overwrite: bool) -> None:
         """Raise CheckpointError if the file may not be written; only a torch file of weights is replaced."""
-        dst = self.path
-        if not dst.exists() or dst.is_symlink() or src.resolve() == dst.resolve():
-            check_places(src, dst, overwrite=overwrite)
+        location, source = self.location, locate(src).resolved()
+        if location.scheme or not exists(dst := location.path) or is_link(dst) or source == location.resolved():
+            check_places(src, location, overwrite=overwrite)
             return
-        if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
+        if location.resolved().is_inside(source) and not open_store(source)[1]:
             raise CheckpointError(f"{dst} is a part of the source", hint="write to a file outside of the source")
-        if not dst.is_file():
+        if not is_file(dst):
             raise CheckpointError(
                 f"{dst}: exists and is not a file", hint="a DST with this suffix is the file to write"
             )
@@ -66,7 +69,7 @@ class FileDestination:
         if not overwrite:
             raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
 
-    def remarks(self, src: Path, catalog: Catalog, info: ModelInfo) -> list[str]:
+    def remarks(self, catalog: Catalog, info: ModelInfo) -> list[str]:
         """What one file cannot hold."""
         return [
             "the file does not describe its model: commands that read it need --model-from",
@@ -75,22 +78,24 @@ class FileDestination:
 
     def write(self, plan: Plan, run: Run) -> Execution:
         """Carry out a plan whose target is one file."""
-        return execute(self.path, replace(plan, write_small_files=no_small_files, carried=()), run, is_file=True)
+        return execute(self.location, replace(plan, write_small_files=no_small_files, carried=()), run, is_file=True)
 
 
 Destination = FolderDestination | FileDestination
 
 
-def destination_of(dst: Path, format: Format) -> Destination:
-    """The destination that a path means for a format. Raises CheckpointError for a folder with the name of a file."""
-    if dst.suffix in format.file_suffixes:
-        return FileDestination(dst)
-    if dst.suffix.lower() in WEIGHT_SUFFIXES:
+def destination_of(dst: Place, format: Format) -> Destination:
+    """The destination that a place means for a format. Raises CheckpointError for a folder with the name of a file."""
+    location = locate(dst)
+    if location.suffix in format.file_suffixes:
+        return FileDestination(location)
+    if location.suffix.lower() in WEIGHT_SUFFIXES:
+        stem = location.name.removesuffix(location.suffix)
         raise CheckpointError(
             f"{dst}: a folder would be made, and this is the name of a file",
-            tries=[str(dst.with_suffix(suffix)) for suffix in ("", *sorted(format.file_suffixes))],
+            tries=[str(location.with_name(stem + suffix)) for suffix in ("", *sorted(format.file_suffixes))],
         )
-    return FolderDestination(dst, format)
+    return FolderDestination(location, format)
 
 
 def _not_weights(path: Path) -> str:

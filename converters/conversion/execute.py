@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
@@ -13,25 +12,26 @@ from converters.conversion.needs import estimate_needs, require_room
 from converters.conversion.records import Execution, Plan, Run
 from converters.engine.copy import BLOCK_BYTES, UNIT_BYTES, CopyResult, copy_tensors
 from converters.engine.journal import plan_fingerprint, reading_order
+from converters.store.base import open_store
 from converters.store.journal import Journal
-from converters.store.location import locate
+from converters.store.location import Place, locate
 from converters.store.manifest import TensorSum
 from converters.store.output import RESUME_HINT, Output, can_resume, write_file, write_manifest
 from converters.store.outputs import outputs_at
 
 
-def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
+def check_places(src: Place, dst: Place, *, overwrite: bool) -> None:
     """Raise CheckpointError if `dst` may not be written: it exists, or replacing it would delete `src`."""
-    source, destination = src.resolve(), dst.resolve()
+    source, destination = locate(src).resolved(), locate(dst).resolved()
     if source == destination:
         raise CheckpointError(f"{dst} is the source itself", hint="write to another folder")
-    if source.is_relative_to(destination) or (destination.is_relative_to(source) and source.is_dir()):
+    if source.is_inside(destination) or (destination.is_inside(source) and not open_store(source)[1]):
         raise CheckpointError(f"{src} and {dst}: one is inside the other", hint="write to a folder outside the source")
     location = locate(dst)  # last: the advice of this check, --overwrite, must not lead to one of the above
     outputs_at(location).check(location, overwrite=overwrite)
 
 
-def execute(dst: Path, plan: Plan, run: Run, *, is_file: bool = False) -> Execution:
+def execute(dst: Place, plan: Plan, run: Run, *, is_file: bool = False) -> Execution:
     """Fill the target of a plan in an output that becomes `dst` on success and is removed otherwise.
 
     With `run.resume` the output is kept if an interrupt or a full disk ends the work, and the next attempt at the same

@@ -9,7 +9,7 @@ from converters.common.sizes import MIB
 from converters.containers.target import Target
 from converters.conversion.records import Needs, Plan
 from converters.engine.copy import UNIT_BYTES
-from converters.store.location import locate
+from converters.store.location import Place, locate
 from converters.store.outputs import outputs_at
 from converters.views.expressions import TRANSPOSED_ROWS
 from converters.views.view import View
@@ -42,7 +42,7 @@ _UNIT_LINE_BYTES = 384
 _CARRIED, _TRANSLATED = 2, 10
 
 
-def estimate_needs(dst: Path, plan: Plan, *, workers: int) -> Needs:
+def estimate_needs(dst: Place, plan: Plan, *, workers: int) -> Needs:
     """The needs of writing a plan to `dst` with `workers` threads."""
     transposes = _transposes(plan.source)
     worker_bytes_per_sec = DEQUANTIZE_BYTES_PER_SEC if plan.is_dequantized else COPY_BYTES_PER_SEC
@@ -81,7 +81,7 @@ def _transposes(source: TensorSource) -> bool:
     return False
 
 
-def require_room(dst: Path, plan: Plan) -> None:
+def require_room(dst: Place, plan: Plan) -> None:
     """Raise CheckpointError if the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
     location = locate(dst)
     outputs = outputs_at(location)

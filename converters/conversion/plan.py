@@ -21,6 +21,8 @@ from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import is_named
 from converters.source.weights import NativeWeights, without_outer
 from converters.store.digest import TensorDigest
+from converters.store.location import locate
+from converters.store.outputs import outputs_at
 from converters.views.expressions import Expression, Index, Source, Stack
 from converters.views.view import View
 
@@ -69,7 +71,8 @@ def plan_conversion(
         casts = others | quantization.casts(view.tensors)  # encoders take the values that were read
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     info = without_outer(weights.info, family) if unplaced else weights.info
-    contents = Contents(tensors, view, family, info, request.dst)
+    dst = locate(request.dst)
+    contents = Contents(tensors, view, family, info, dst, streamed=outputs_at(dst).only_appends)
     if quantization is not None:
         coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))
         contents = replace(

@@ -11,6 +11,7 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.read import CatalogReader
 from converters.formats.base import Format, OutputOptions
 from converters.integrity.source_check import Vouched
+from converters.store.location import Place
 from converters.views.catalog import Catalog
 from converters.views.encoder import Encoder
 from converters.views.expressions import RowNumbers
@@ -40,7 +41,7 @@ class Request:
     """
 
     src: Path
-    dst: Path
+    dst: Place
     output: Format
     source: Format | None = None
     options: OutputOptions = OutputOptions()  # noqa: RUF009  frozen

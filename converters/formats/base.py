@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from converters.layout.mesh_shape import MeshShape
     from converters.model.model_info import ModelInfo
     from converters.quantized.quantization import Scheme
+    from converters.store.location import Location
     from converters.views.view import View
 
 
@@ -169,9 +170,10 @@ class Contents:
     view: View  # has their values; its ledger maps them to native tensors
     family: Family
     info: ModelInfo
-    dst: Path  # of the complete output; it is written elsewhere
+    dst: Location  # of the complete output; it is written elsewhere
     quantization: Scheme | None = None  # of the output
     coded: frozenset[str] = frozenset()  # of `tensors`: codes and scales
+    streamed: bool = False  # files of the output can only be appended to (see Target)
 
     @property
     def unquantized(self) -> dict[str, TensorInfo]:

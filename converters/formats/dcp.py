@@ -26,7 +26,8 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
     tensors = contents.tensors
     if options.mesh is None:
-        return plan_dcp(tensors, boxes_for_any_mesh(tensors, file_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES))
+        files = boxes_for_any_mesh(tensors, file_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES)
+        return plan_dcp(tensors, files, streamed=contents.streamed)
     if options.shard_bytes is not None:
         raise ConfigError("--shard-size cannot be combined with --for-mesh, which makes one file per rank")
     check_mesh(options.mesh, contents.family, contents.info.args)
@@ -38,7 +39,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     trained = {p.fqn for p in parameters}
     if extras := [(name, Box.whole(info.shape)) for name, info in tensors.items() if name not in trained]:
         files[EXTRA_FILE] = extras  # which no rank reads
-    return plan_dcp(tensors, files)
+    return plan_dcp(tensors, files, streamed=contents.streamed)
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:

@@ -42,7 +42,14 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     _check_parts(num_shards, {name: parameters[name].shape[dim] for name, dim in dims.items() if dim is not None})
     twice = second_names(contents.view.expressions)
     shared = {name: first for name, first in twice.items() if dims[name] == dims[first]}
-    return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared, stored=family.meta.stored(args))
+    return plan_meta(
+        contents.tensors,
+        num_shards=num_shards,
+        dims=dims,
+        shared=shared,
+        stored=family.meta.stored(args),
+        streamed=contents.streamed,
+    )
 
 
 def _check_parts(num_shards: int, sizes: Mapping[str, int]) -> None:

@@ -17,7 +17,8 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.common.names import TORCH_MODEL
     from converters.containers.torch_write import plan_torch
 
-    return plan_torch(contents.tensors, file=contents.dst.name if contents.dst.suffix in _SUFFIXES else TORCH_MODEL)
+    file = contents.dst.name if contents.dst.suffix in _SUFFIXES else TORCH_MODEL
+    return plan_torch(contents.tensors, file=file, streamed=contents.streamed)
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:

@@ -38,7 +38,7 @@ def _style(options: OutputOptions) -> str:
 
 def _absolute_dst(contents: Contents) -> Path:
     """The path of the output, without `..` and links."""
-    return contents.dst.parent.resolve() / contents.dst.name
+    return contents.dst.path.parent.resolve() / contents.dst.name
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
@@ -71,7 +71,8 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
         raise ConfigError(f"--shard-size is not supported by --style {style}, which is one file", tries=["--style hf"])
     if style == "meta":
         meta_params(info)  # raises before the copy if params.json cannot describe the model
-    return plan_torch(contents.tensors, file=_ONE_FILE[style], shared=second_names(contents.view.expressions))
+    shared = second_names(contents.view.expressions)
+    return plan_torch(contents.tensors, file=_ONE_FILE[style], shared=shared, streamed=contents.streamed)
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
@@ -98,7 +99,7 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     recipe = Recipe(
         folder=dst,
         style=style,
-        weights=[_ONE_FILE[style]] if style in _ONE_FILE else sorted(p.name for p in folder.glob("*.safetensors")),
+        weights=[_ONE_FILE[style]] if style in _ONE_FILE else _weight_files(contents, options),
         info=info,
         tokenizer=tokenizer.section(dst / ASSETS_FOLDER),
         device=options.device or default_device(),
@@ -111,6 +112,10 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
         *model_files,
         *(f"{ASSETS_FOLDER}/{name}" for name in [*in_assets, *model_files]),
     ]
+
+
+def _weight_files(contents: Contents, options: OutputOptions) -> list[str]:
+    return sorted(name for name in _plan(contents, options).file_bytes if name.endswith(".safetensors"))
 
 
 def _write_model_files(folder: Path, contents: Contents, style: str) -> list[str]:

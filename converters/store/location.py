@@ -45,6 +45,10 @@ class Location:
         """The path without links; a URI as it is."""
         return self if self.scheme else Location(str(self.path.resolve()))
 
+    def is_inside(self, other: "Location") -> bool:
+        """Whether this is `other` or below it, as far as the names say."""
+        return self.scheme == other.scheme and self._parts.is_relative_to(other._parts)
+
     def with_name(self, name: str) -> "Location":
         """The location of this name in the same folder."""
         return self._with(self._parts.with_name(name))

@@ -14,6 +14,7 @@ from converters.formats.registry import get_format
 from converters.model.model_info import ModelInfo
 from converters.naming.foreign_view import foreign_view
 from converters.store.commit import check_destination
+from converters.store.location import locate
 from converters.store.manifest import check_sizes, list_files
 from converters.views.view import View
 from trainer.config.sections import Checkpoint
@@ -50,7 +51,7 @@ def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> tupl
     assert naming is not None
     view = foreign_view(InitialWeights(info, seed=0), info, naming)  # for names and shapes
     tensors = {name: TensorInfo(dtype, tensor.shape) for name, tensor in view.tensors.items()}
-    return output.plan(Contents(tensors, view, family, info, folder), options), view
+    return output.plan(Contents(tensors, view, family, info, locate(folder)), options), view
 
 
 def refuse_others(folder: Path) -> None:
