@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from converters.model.multimodal import count_extras, find_files, require_extras
 from converters.naming.native_view import Reading
 from converters.source.open import open_checkpoint
 from converters.source.weights import NativeWeights, native_weights
+from converters.store.location import Place
 from converters.views.expressions import Expression, Source
 
 
@@ -43,7 +43,7 @@ class _Joined:
 
 
 @contextmanager
-def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[NativeWeights]:
+def completed(weights: NativeWeights, folder: Place | None) -> Iterator[NativeWeights]:
     """The text model `weights` with the tensors, files and fields that the multimodal checkpoint in `folder` has.
 
     Weights that have such tensors are complete, and without a folder they stay as they are. Raises ConfigError if
@@ -53,19 +53,20 @@ def completed(weights: NativeWeights, folder: Path | str | None) -> Iterator[Nat
     if folder is None or weights.extras or get_family(weights.info.family).multimodal is None:
         yield weights
         return
-    if Path(folder).is_file():
+    catalog = open_checkpoint(folder)
+    if catalog.is_lone_file:
         raise ConfigError(f"--keep-extra: --model-from {folder} is a file", hint="give the folder of the checkpoint")
-    with native_weights(open_checkpoint(folder), Reading(keep_extra=True)) as other:
+    with native_weights(catalog, Reading(keep_extra=True)) as other:
         problems = other_numbers(weights.info.args, other.info.args)
         if problems or other.info.family != weights.info.family:
             raise ConfigError(
                 f"--keep-extra: --model-from {folder} is another model:"
                 + list_offenders(problems or [other.info.family])
             )
-        yield _joined(weights, other, Path(folder))
+        yield _joined(weights, other, folder)
 
 
-def _joined(weights: NativeWeights, other: NativeWeights, folder: Path) -> NativeWeights:
+def _joined(weights: NativeWeights, other: NativeWeights, folder: Place) -> NativeWeights:
     family = get_family(other.info.family)
     require_extras(family, other.info.outer, other.extras, where=folder)
     assert family.multimodal is not None

@@ -94,7 +94,7 @@ def with_extras(view: View, native: View, names: tuple[str, ...]) -> View:
     return replace(view, tensors=tensors, expressions=expressions)
 
 
-def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, ...], *, where: Path) -> None:
+def require_extras(family: Family, outer: Mapping[str, Any], names: tuple[str, ...], *, where: object) -> None:
     """Raise ConfigError for a --keep-extra that has nothing to keep, or whose output could not be a whole again."""
     if family.multimodal is None or not names:
         raise ConfigError(

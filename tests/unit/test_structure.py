@@ -98,6 +98,26 @@ BELOW = {
         *("store", "tokenizers", "views"),
     },
 }
+# Calls by which a module of converters opens, lists, looks at or changes files itself; only the store package may
+FILE_METHODS = {
+    *("chmod", "exists", "expanduser", "glob", "hardlink_to", "is_dir", "is_file", "is_mount", "is_symlink", "iterdir"),
+    *("lstat", "mkdir", "open", "read_bytes", "read_text", "readlink", "rename", "resolve", "rglob", "rmdir", "stat"),
+    *("samefile", "symlink_to", "touch", "unlink", "write_bytes", "write_text", "fromfile", "tofile", "memmap"),
+    *("copy_file_range", "sync_file_range"),
+}
+FILE_MODULES = {"fcntl", "mmap", "shutil", "tempfile"}
+NOT_OF_FILES = {"fspath", "fsencode", "strerror", "getpid", "cpu_count", "sched_getaffinity", "environ"}  # of os
+# Modules that still write files themselves: take one off when it no longer does, and add none
+WRITE_THEMSELVES = {
+    "conversion/needs",
+    "convert",
+    "formats/torchtune",
+    "reshard",
+    "tokenizers/assets",
+    "tokenizers/tiktoken_from_json",
+    "tokenizers/tiktoken_model",
+    "torchtune/chat_file",
+}
 DOORS = {"api", "convert", "diff", "inspect", "reshard", "verify"}
 # What each package of inference may import of the others and of the modules next to them
 INFER_BELOW = {
@@ -189,6 +209,27 @@ def test_packages_of_a_tool_point_one_way(folder, all_below):
             used = {name[len(parent)] for name in names if tuple(name[: len(parent)]) == parent}
             wrong[str(file.relative_to(path))] = sorted(used - below - {package})
     assert {file: packages for file, packages in wrong.items() if packages} == {}
+
+
+def file_calls(file: Path) -> list[str]:
+    calls = [f"import {name}" for name in imported_roots(file) & FILE_MODULES]
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Call(func=ast.Name(id="open")):
+                calls.append("open()")
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name not in NOT_OF_FILES:
+                calls.append(f"os.{name}")
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in FILE_METHODS:
+                calls.append(f"{ast.unparse(value)}.{name}()")
+    return calls
+
+
+def test_only_the_store_package_opens_files():
+    folder = ROOT / "converters"
+    files = {file.relative_to(folder).with_suffix("").as_posix(): file for file in folder.rglob("*.py")}
+    calls = {name: file_calls(file) for name, file in files.items() if not name.startswith("store/")}
+    assert {name: found for name, found in calls.items() if found and name not in WRITE_THEMSELVES} == {}
+    assert {name for name, found in calls.items() if found} == WRITE_THEMSELVES
 
 
 def test_converters_never_import_torch():

@@ -21,6 +21,13 @@ from converters.store.output import write_manifest
 from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
+from tests.pretend_store import STORES, read_from
+
+
+@pytest.fixture(autouse=True, params=STORES)
+def store(request, monkeypatch):
+    others = {"test_any_flipped_bit_is_found": "hundreds of uploads"}
+    read_from(request, monkeypatch, ["verify", "open_checkpoint"], others=others)
 
 
 @pytest.fixture(scope="module")
