@@ -15,7 +15,7 @@ from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
-from tests.pretend_store import STORES, read_from
+from tests.uploaded import STORES, read_from
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

@@ -19,7 +19,7 @@ from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout.mesh_shape import MeshShape
 from tests.doors import convert
 from tests.models.llama import write as write_llama
-from tests.pretend_store import STORES, read_from
+from tests.uploaded import STORES, read_from
 
 
 @pytest.fixture(autouse=True, params=STORES)

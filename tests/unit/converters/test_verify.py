@@ -21,7 +21,7 @@ from converters.store.output import write_manifest
 from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
-from tests.pretend_store import STORES, read_from
+from tests.uploaded import STORES, read_from
 
 
 @pytest.fixture(autouse=True, params=STORES)
