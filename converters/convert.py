@@ -214,7 +214,7 @@ def _open_weights(request: Request, catalog: Catalog) -> NativeWeights:
         )
         return native_weights(catalog, reading, model_from=request.model_from)
     except CheckpointError as error:
-        if not (src.is_file() and is_of_series(src.name)):
+        if not (catalog.is_lone_file and is_of_series(src.name)):
             raise
         raise CheckpointError(
             f"{src}: a part of a checkpoint, one file of a series", hint="give its folder", tries=[str(src.parent)]

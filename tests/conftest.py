@@ -98,6 +98,25 @@ def titan(monkeypatch, capsys):
     os.environ.update(before)
 
 
+@pytest.fixture
+def store(request):
+    """The kind of the store that `place` is in: a test that runs in both is parametrized by it, indirectly."""
+    return getattr(request, "param", "folder")
+
+
+@pytest.fixture
+def place(store, tmp_path, monkeypatch):
+    """A place for checkpoints: a folder, or a location of the pretend store."""
+    if store == "folder":
+        return tmp_path
+    from converters.store.location import Location
+    from tests import pretend_store
+
+    monkeypatch.setenv(pretend_store.ROOT, str(tmp_path / "pretend"))
+    pretend_store.register()
+    return Location(f"{pretend_store.SCHEME}://bucket/runs")
+
+
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory):
     """An HF folder of a tiny Llama for tests that only read it; files that want another have an `hf` of their own."""

@@ -8,13 +8,13 @@ from converters import convert as conversion
 from converters import reshard as resharding
 from converters.conversion.records import Request, Run
 from converters.formats.registry import get_format
-from converters.store.location import Place, locate
+from converters.store.location import Location, Place, locate
 
 _RUN = {field.name for field in fields(Run)}
 
 
 def convert(
-    src: Path | str,
+    src: Place,
     dst: Place,
     *,
     to: str,
@@ -25,17 +25,19 @@ def convert(
     run = Run(**{name: values.pop(name) for name in _RUN & values.keys()})
     format = None if source is None else get_format(source)
     return conversion.convert(
-        Request(Path(src), locate(dst), get_format(to), source=format, model_from=_path(model_from), **values), run
+        Request(_place(src), locate(dst), get_format(to), source=format, model_from=_path(model_from), **values), run
     )
 
 
-def reshard(
-    src: Path | str, dst: Place, *, model_from: Path | str | None = None, **values: Any
-) -> resharding.ReshardReport:
+def reshard(src: Place, dst: Place, *, model_from: Path | str | None = None, **values: Any) -> resharding.ReshardReport:
     run = Run(**{name: values.pop(name) for name in _RUN & values.keys()})
     return resharding.reshard(
-        resharding.ReshardRequest(Path(src), locate(dst), model_from=_path(model_from), **values), run
+        resharding.ReshardRequest(_place(src), locate(dst), model_from=_path(model_from), **values), run
     )
+
+
+def _place(place: Place) -> Any:
+    return place if isinstance(place, Location) else Path(place)
 
 
 def _path(path: Path | str | None) -> Path | None:

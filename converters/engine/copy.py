@@ -281,13 +281,15 @@ def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]
 def _units_in_order(
     source: TensorSource, target: Target, encoders: Mapping[str, Encoder], twice: Sequence[str]
 ) -> Iterator[_Unit]:
-    """The work, slot by slot, and before it the digests of the tensors `twice` whose slots cut rows."""
+    """The work, slot by slot, and first the digests of tensors whose slots cut rows, or that have no slot (tied)."""
     weights = {encoder.scales: fqn for fqn, encoder in encoders.items()}
-    cut = [fqn for fqn in twice if fqn not in encoders]
+    cut = {fqn for fqn in twice if fqn not in encoders}
+    slotted = {slot.fqn for slot in target.slots}
     numbers, seen = count(), set[tuple[str, Box]]()
-    for fqn in cut:
-        for boxes in _unit_boxes(source, fqn, Box.whole(target.tensors[fqn].shape), None):
-            yield _Unit(next(numbers), fqn, boxes, Writing(None), is_counted=False)
+    for fqn, info in target.tensors.items():
+        if fqn in cut or fqn not in slotted:
+            for boxes in _unit_boxes(source, fqn, Box.whole(info.shape), None):
+                yield _Unit(next(numbers), fqn, boxes, Writing(None), is_counted=fqn not in cut)
     for number, slot in enumerate(target.slots):
         fqn, is_repeated = weights.get(slot.fqn, slot.fqn), (slot.fqn, slot.box) in seen
         seen.add((slot.fqn, slot.box))

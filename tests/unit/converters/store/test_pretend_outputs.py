@@ -1,0 +1,141 @@
+"""Checkpoints in an object store: the same as in a folder, written in order, and whole only with their marker."""
+
+import pytest
+
+import converters.engine.copy as copying
+from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.names import MANIFEST
+from converters.formats.base import OutputOptions
+from converters.layout.mesh_shape import MeshShape
+from converters.source.open import open_checkpoint
+from converters.store.location import Location
+from converters.store.manifest import check_files, read_manifest
+from converters.verify import verify
+from tests import pretend_store
+from tests.doors import convert, reshard
+from tests.models.llama import write as write_llama
+from tests.unit.converters.samples import read_all
+
+pytestmark = pytest.mark.parametrize("store", ["pretend"], indirect=True)
+FORMATS = {
+    "dcp": ("dcp", OutputOptions(), ".metadata"),
+    "mesh": ("dcp", OutputOptions(mesh=MeshShape(pp=2, dp_shard=2, tp=2)), ".metadata"),
+    "hf": ("hf", OutputOptions(shard_bytes=40_000), "model.safetensors.index.json"),
+    "single": ("hf", OutputOptions(), "model.safetensors"),
+    "fp8": ("hf", OutputOptions(quantize="fp8"), "model.safetensors"),
+    "torch": ("torch", OutputOptions(), "model.pt"),
+    "meta": ("meta", OutputOptions(num_shards=2), "consolidated.01.pth"),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama") / "hf"
+    write_llama(folder, vocab_size=302, rope_scaling=None)
+    return folder
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """The keys of objects in the order in which they appear."""
+    keys, put = [], pretend_store.Objects.put
+    monkeypatch.setattr(
+        pretend_store.Objects, "put", lambda self, key, upload: (keys.append(key), put(self, key, upload))
+    )
+    return keys
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_manifest_is_that_of_a_folder_but_for_crcs(llama, place, tmp_path, puts, form):
+    to, options, marker = FORMATS[form]
+    convert(llama, tmp_path / "folder", to=to, options=options)
+    report = convert(llama, place / "x", to=to, options=options)
+    assert [key.rpartition("/")[2] for key in puts[-2:]] == [MANIFEST, marker]
+    catalog = open_checkpoint(place / "x")
+    ours, theirs = read_manifest(catalog.root), read_manifest(tmp_path / "folder")
+    assert ours.tensors == theirs.tensors and ours.files.keys() == theirs.files.keys()
+    assert check_files(catalog.store) == [] and verify(place / "x").ok
+    assert read_all(catalog) == read_all(open_checkpoint(tmp_path / "folder"))
+    twice = [remark for remark in report.remarks if remark.startswith("read twice")]
+    assert len(twice) == (form in ("mesh", "meta", "fp8"))
+    assert not list((tmp_path / "pretend/parts").iterdir()) and not list((tmp_path / "pretend/journals").iterdir())
+
+
+def test_a_single_file_is_one_object(llama, place, puts):
+    convert(llama, place / "model.pt", to="torch")
+    assert puts == ["bucket/runs/model.pt"]
+    assert len(open_checkpoint(place / "model.pt").tensors) == len(open_checkpoint(llama).tensors)
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(llama, place / "model.pt", to="torch")
+
+
+def test_reshard_verify_and_flipped_bits(llama, place, tmp_path):
+    convert(llama, place / "any", to="dcp")
+    reshard(place / "any", place / "mesh", mesh=MeshShape(dp_shard=2, tp=2))
+    assert verify(place / "mesh").ok
+    assert read_all(open_checkpoint(place / "mesh")) == read_all(open_checkpoint(place / "any"))
+    (path,) = (tmp_path / "pretend/objects").glob("*mesh%2F__0_0.distcp")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert not verify(place / "mesh").ok
+
+
+def test_an_interrupted_conversion_leaves_nothing(llama, place, tmp_path, monkeypatch):
+    monkeypatch.setattr("converters.conversion.execute.write_manifest", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(llama, place / "x", to="dcp")
+    assert not list((tmp_path / "pretend/objects").iterdir()) and not list((tmp_path / "pretend/parts").iterdir())
+
+
+def test_whole_files_are_kept_and_resumed(llama, place, tmp_path, monkeypatch, puts):
+    monkeypatch.setattr(copying, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(copying, "UNIT_BYTES", 4096)
+    options = OutputOptions(shard_bytes=40_000)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("converters.conversion.execute.write_manifest", _interrupt)
+        convert(llama, place / "x", to="hf", options=options, resume=True)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(place / "x")
+    written = {key for key in puts if key.endswith(".safetensors")}
+    assert len(written) >= 3
+    replaced = sorted(written)[0]
+    objects = pretend_store.Objects()
+    upload = objects.upload()
+    upload.write(objects.read(replaced, 0, objects.size(replaced)))  # the same bytes: another object all the same
+    objects.put(replaced, upload)
+    puts.clear()
+    report = convert(llama, place / "x", to="hf", options=options, resume=True)
+    assert report.resumed_bytes > 0 and {key for key in puts if key in written} == {replaced}
+    assert verify(place / "x").ok
+    convert(llama, tmp_path / "folder", to="hf", options=options)
+    assert read_manifest(open_checkpoint(place / "x").root).files == read_manifest(tmp_path / "folder").files
+
+
+def test_a_second_writer_is_refused(llama, place):
+    outputs = pretend_store.PretendOutputs()
+    claim = outputs.claim(place / "x", files={"a": 1}, is_file=False, fingerprint=None, resume=False)
+    with claim, pytest.raises(CheckpointError, match="another conversion is writing it now"):
+        convert(llama, place / "x", to="dcp")
+
+
+def test_overwriting_needs_to_be_asked_for(llama, place):
+    convert(llama, place / "x", to="dcp")
+    with pytest.raises(CheckpointError, match="exists already"):
+        convert(llama, place / "x", to="hf")
+    convert(llama, place / "x", to="hf", overwrite=True)
+    assert open_checkpoint(place / "x").container == "safetensors"
+
+
+def test_torchtune_needs_a_path(llama, place):
+    with pytest.raises(UnsupportedError, match="is not a path on this machine"):
+        convert(llama, place / "x", to="torchtune")
+
+
+def test_an_unknown_scheme_is_refused(llama, place):
+    with pytest.raises(UnsupportedError, match=r"nowhere:// cannot be written to"):
+        convert(llama, Location("nowhere://x/y"), to="dcp")
+
+
+def _interrupt(*arguments, **options):
+    raise KeyboardInterrupt
