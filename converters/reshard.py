@@ -1,6 +1,5 @@
 """Reshard a DCP checkpoint: weights, optimizer and everything else, sharded for another mesh."""
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +30,7 @@ from converters.model.model_info import ModelInfo, write_model_info
 from converters.source.open import open_checkpoint, require_exists
 from converters.source.weights import dequantized_for
 from converters.store.json_file import read_json
+from converters.store.local_files import copy_file, names_in
 from converters.store.location import Place, locate
 from converters.store.manifest import list_files
 from converters.store.outputs import outputs_at
@@ -338,21 +338,21 @@ def _files(request: ReshardRequest, tensors: Mapping[str, TensorInfo], contents:
 
 
 def _other_files(catalog: Catalog) -> list[str]:
-    return [n for n in list_files(catalog.root) if n != DCP_METADATA and not n.endswith(".distcp")]
+    return [n for n in list_files(catalog.store) if n != DCP_METADATA and not n.endswith(".distcp")]
 
 
 def _write_small_files(catalog: Catalog, info: ModelInfo, folder: Path) -> list[str]:
     """Everything in the source's folder that is not tensor data, and what `info` adds to it from --model-from."""
     names = _other_files(catalog)
+    root = catalog.store.local(names)
     for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(catalog.root / name, folder / name)
+        copy_file(root / name, folder / name)
     own = read_json(folder / MODEL_INFO) if MODEL_INFO in names else {}
     if own.get(UNTRANSLATED, {}) != info.untranslated or not own:
         write_model_info(folder, info)
     assets, generation = info.assets, info.generation
-    if (folder / ASSETS_FOLDER).is_dir():
-        assets, generation = {n: path for n, path in assets.items() if not path.is_relative_to(catalog.root)}, {}
+    if names_in(folder / ASSETS_FOLDER):
+        assets, generation = {n: path for n, path in assets.items() if not path.is_relative_to(root)}, {}
     added = write_assets(folder / ASSETS_FOLDER, assets, generation)
     return [*names, *(f"{ASSETS_FOLDER}/{name}" for name in added)]
 

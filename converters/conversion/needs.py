@@ -9,6 +9,7 @@ from converters.common.sizes import MIB
 from converters.containers.target import Target
 from converters.conversion.records import Needs, Plan
 from converters.engine.copy import UNIT_BYTES
+from converters.store.local_files import is_file, size
 from converters.store.location import Place, locate
 from converters.store.outputs import outputs_at
 from converters.views.expressions import TRANSPOSED_ROWS
@@ -93,9 +94,9 @@ def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:
     """An upper bound of the bytes on disk while `target` is written: data, small files, manifest and journal."""
     lone = TOKENIZER_JSON not in {path.name for path in carried}
     small_bytes = sum(
-        path.stat().st_size * (_TRANSLATED if lone and path.name == TIKTOKEN_MODEL else _CARRIED)
+        size(path) * (_TRANSLATED if lone and path.name == TIKTOKEN_MODEL else _CARRIED)
         for path in carried
-        if path.is_file()
+        if is_file(path)
     )
     manifest_bytes = sum(len(fqn) + _TENSOR_LINE_BYTES for fqn in target.tensors)
     manifest_bytes += sum(len(name) + _FILE_LINE_BYTES for name in target.file_bytes)

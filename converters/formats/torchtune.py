@@ -7,7 +7,7 @@ again, and the weights are in the folder above.
 
 from __future__ import annotations
 
-import shutil
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def _style(options: OutputOptions) -> str:
 
 def _absolute_dst(contents: Contents) -> Path:
     """The path of the output, without `..` and links."""
-    return contents.dst.path.parent.resolve() / contents.dst.name
+    return (contents.dst.parent.resolved() / contents.dst.name).path
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
@@ -76,6 +76,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
+    from converters.store.local_files import copy_file, write_text
     from converters.tokenizers.assets import write_assets, write_tokenizer_for_hf
     from converters.torchtune.chat_file import check_chat_file, write_sample
     from converters.torchtune.recipe import Recipe, recipe_text
@@ -90,12 +91,12 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
         )
     model_files = _write_model_files(folder, contents, style)
     for name in model_files:
-        shutil.copyfile(folder / name, assets / name)
+        copy_file(folder / name, assets / name)
     chat = check_chat_file(options.dataset)
     if options.dataset is None:
         write_sample(folder / chat.name)
     else:
-        shutil.copyfile(options.dataset, folder / chat.name)
+        copy_file(options.dataset, folder / chat.name)
     recipe = Recipe(
         folder=dst,
         style=style,
@@ -105,7 +106,7 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
         device=options.device or default_device(),
         chat=chat,
     )
-    (folder / TORCHTUNE_RECIPE).write_text(recipe_text(recipe), encoding="utf-8")
+    write_text(folder / TORCHTUNE_RECIPE, recipe_text(recipe))
     return [
         TORCHTUNE_RECIPE,
         chat.name,
@@ -135,7 +136,9 @@ def _write_model_files(folder: Path, contents: Contents, style: str) -> list[str
 
 def default_device(devices: Path = Path("/dev")) -> str:
     """`cuda` on a machine with an NVIDIA GPU, as its driver shows it, else `cpu`."""
-    return "cuda" if any(devices.glob("nvidia[0-9]*")) else "cpu"
+    from converters.store.local_files import names_in
+
+    return "cuda" if any(re.match(r"nvidia\d", name) for name in names_in(devices)) else "cpu"
 
 
 TORCHTUNE = Format(

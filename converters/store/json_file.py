@@ -8,6 +8,7 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, in_words, list_offenders
 from converters.store.hub_checksums import fetch_again
+from converters.store.local_files import write_text
 
 MOST_BYTES = 256 << 20  # the largest index there is takes 9 MB, the largest tokenizer.json 35 MB
 
@@ -65,4 +66,4 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON can escape and UTF-8 cannot encode
         text = json.dumps(content, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_text(path, text + "\n")

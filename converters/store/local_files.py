@@ -1,6 +1,7 @@
 """Small files on this machine, such as those below `Store.local`: what there is, and what is in it."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import TextIO
 
@@ -57,3 +58,20 @@ def read_text(path: Path) -> str:
 
 def open_text(path: Path) -> TextIO:
     return path.open(encoding="utf-8")
+
+
+def new_text(path: Path) -> TextIO:
+    """A file to write text to, in a folder that is created if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("w", encoding="utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    with new_text(path) as file:
+        file.write(text)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the bytes of a file into a folder, which is created if it does not exist."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)

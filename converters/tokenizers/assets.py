@@ -1,7 +1,6 @@
 """The files that are copied along with weights: tokenizer, chat template, generation config; and their token ids."""
 
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from converters.common.names import (
     VOCAB_JSON,
 )
 from converters.store.json_file import read_json, write_json
-from converters.store.local_files import is_file, names_in, size
+from converters.store.local_files import copy_file, is_file, names_in, size
 from converters.store.paths import refuse_links_out
 from converters.tokenizers.agreement import disagreement
 from converters.tokenizers.sentencepiece_model import (
@@ -180,10 +179,8 @@ def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[s
     """
     if not assets and not generation:
         return []
-    folder.mkdir(parents=True, exist_ok=True)
     for name, path in assets.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / name)
+        copy_file(path, folder / name)
     written = [*assets, *_write_class(folder, assets)]
     if generation and HF_GENERATION_CONFIG not in assets:
         write_json(folder / HF_GENERATION_CONFIG, dict(generation))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.store.local_files import is_file, stamp
+from converters.store.local_files import is_file, stamp, write_text
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, pattern_of, special_tokens_after
 from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
@@ -56,7 +56,7 @@ def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None
 def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
     """Write a tokenizer.model: a line of base64 and rank for each token."""
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
-    path.write_text("".join(lines), encoding="ascii")
+    write_text(path, "".join(lines))
 
 
 def split_differences(content: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.store.local_files import read_bytes, read_start
+from converters.store.local_files import new_text, read_bytes, read_start
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 if TYPE_CHECKING:
@@ -152,9 +152,7 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
         )
     frame = json.dumps(_without_tokens(special, pattern_of(len(ranks)), first_id=len(ranks)), ensure_ascii=False)
     head, between, tail = re.split(r"(?<=\"vocab\": \{)(?=\})|(?<=\"merges\": \[)(?=\])", frame)
-    with (folder / TOKENIZER_JSON).open(
-        "w", encoding="utf-8"
-    ) as file:  # without holding the 280,000 merges of a Llama 3
+    with new_text(folder / TOKENIZER_JSON) as file:  # without holding the 280,000 merges of a Llama 3
         file.write(head)
         _write_items(file, (f"{_quoted(token)}: {rank}" for token, rank in ranks.items()))
         file.write(between)

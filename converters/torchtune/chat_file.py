@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.common.errors import ConfigError, in_words, list_offenders
 from converters.common.names import CHAT_LINES, CHAT_LIST
-from converters.store.local_files import open_text
+from converters.store.local_files import open_text, write_text
 
 _ROLES = ("system", "user", "assistant")
 _SHAPE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
@@ -40,7 +40,7 @@ def write_sample(path: Path) -> None:
     for question, answer in _CONVERSATIONS:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def check_chat_file(path: Path | None) -> ChatFile:
