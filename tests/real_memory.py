@@ -22,8 +22,9 @@ from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Trace
 from trainer.build import build
 from trainer.config.sections import Config
-from trainer.data.batch import Batch
-from trainer.job.job import Job
+from trainer.data.batch import TokenBatch
+from trainer.job.record import Job
+from trainer.next_token.numbers import documents_of
 from trainer.optim.optimizer import build_optimizer
 from trainer.ranks.mesh import make_meshes
 from trainer.ranks.process_group import fake_ranks
@@ -190,14 +191,14 @@ def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps
         step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
         with record_function(_STEPS):
             for _ in range(num_steps):
-                step.run(_batch(*shape, has_documents=job.documents.mask != "none"), optimizer)
+                step.run(_batch(*shape, has_documents=documents_of(job).mask != "none"), optimizer)
                 optimizer.zero_grad()
     return _calls(seen.profiler.kineto_results.experimental_event_tree())
 
 
-def _batch(num_samples: int, seq_len: int, *, has_documents: bool) -> Batch:
+def _batch(num_samples: int, seq_len: int, *, has_documents: bool) -> TokenBatch:
     tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
-    return Batch(tokens, targets, torch.zeros(num_samples, seq_len, dtype=torch.int32) if has_documents else None)
+    return TokenBatch(tokens, targets, torch.zeros(num_samples, seq_len, dtype=torch.int32) if has_documents else None)
 
 
 def _calls(events: Sequence[Any]) -> list[Call]:

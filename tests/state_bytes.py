@@ -6,7 +6,7 @@ from converters.common.dtypes import itemsize
 from converters.families.base import Parameter
 from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Block, Trace
-from trainer.job.job import Job
+from trainer.job.record import Job
 
 
 def state_bytes(job: Job, pp_rank: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from trainer.job.job import resolve_job
 from trainer.loss.registry import register_loss as _register_loss
 from trainer.models.registry import TrainerFamily
 from trainer.models.registry import register as _register_model
+from trainer.objective import Data, HeldOut, Objective
 from trainer.observability.sinks import LoggedRun, MetricSink
 from trainer.observability.sinks import register_metric_sink as _register_metric_sink
 from trainer.seed import SeedReport
@@ -24,17 +25,26 @@ from trainer.seed import seed as _seed
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from trainer.batch import Batch, Inputs
     from trainer.models.decoder import Attention, FeedForward, Transformer
     from trainer.models.moe import MoE
+    from trainer.models.units import ModelPart, Unit
+    from trainer.parallel.shards import gather_shards
 
 __all__ = [
-    "load_config", "train", "seed", "register_model", "register_dataset", "register_loss", "register_metric_sink",
-    "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
+    "load_config", "train", "seed", "register_model", "register_dataset", "register_loss",
+    "register_metric_sink", "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
+    "Objective", "Data", "HeldOut", "Batch", "Inputs", "ModelPart", "Unit", "gather_shards",
     "Attention", "FeedForward", "MoE", "Transformer", "IGNORED",
 ]  # fmt: skip
 
 _NEED_TORCH = {
     "Attention": "trainer.models.decoder",
+    "Batch": "trainer.batch",
+    "Inputs": "trainer.batch",
+    "ModelPart": "trainer.models.units",
+    "Unit": "trainer.models.units",
+    "gather_shards": "trainer.parallel.shards",
     "FeedForward": "trainer.models.decoder",
     "MoE": "trainer.models.moe",
     "Transformer": "trainer.models.decoder",

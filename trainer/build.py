@@ -1,37 +1,31 @@
 """Build the model that a rank trains: meta device → stage → parallelisms → real memory.
 
 Used by train, estimate and dry run alike. Every mode (pipeline or not, context parallel or not) is decided here, so
-that the loop only calls `forward_backward(batch, num_valid_tokens)`.
+that the loop only calls `forward_backward(batch, num_units)`.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
 from converters.layout.layout import cuts_within_experts
-from trainer.data.batch import Batch
 from trainer.job.hardware import check_hardware
-from trainer.job.job import Job
-from trainer.loss.install import install_loss
-from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
+from trainer.job.record import Job
+from trainer.loss.registry import CHUNKED, is_loss_parallel
+from trainer.models.objectives import get_objective
 from trainer.models.registry import check_kinds, check_parameters, get_trainer_family
 from trainer.models.units import ModelPart
 from trainer.observability.log import note
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.async_tensor import enable_async_tp
-from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compiles
-from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
-from trainer.parallel.document_attention import positions_in_documents
-from trainer.parallel.document_mask import attention_kernel
 from trainer.parallel.expert_parallel import apply_expert_parallel, with_shared_gather
 from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
@@ -50,18 +44,13 @@ from trainer.parallel.fsdp import (
     keeps_gathered,
     reshard_policy,
 )
-from trainer.parallel.masked_attention import (
-    apply_masks,
-    choose_masked_attention,
-    masked_layers,
-)
 from trainer.parallel.one_rank import compute_in_copies
-from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
+from trainer.parallel.pipeline import Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
 from trainer.ranks.mesh import Meshes
 from trainer.runner import Runner, WholeModel
-from trainer.train_model import Shard, TrainModel
+from trainer.train_model import TrainModel
 
 
 def build(
@@ -81,6 +70,7 @@ def build(
     Raises UnsupportedError with everything that this machine cannot run.
     """
     config, dims, split = job.config, job.dims, job.split
+    objective = get_objective(job.family.name)
     if memory is None:
         check_hardware(config, device)
     elif problems := schedule_machine_problems(config.parallelism):  # a trace runs torch's schedule, too
@@ -119,18 +109,13 @@ def build(
         elif computes_in_copies(config.training, config.parallelism, config.float8, dims):
             compute_in_copies(parts[0], getattr(torch, config.training.mixed_precision_param))
     else:
+        assert objective.stage_shapes is not None, "an objective with the axis pp"
         runner = Pipeline(
             parts,
             split,
             meshes["pp"].get_group(),
             schedule=job.schedule,
-            microbatch=Microbatch(
-                size=job.microbatch_size,
-                local_len=config.training.seq_len // dims.cp,
-                sequence_shards=dims.tp,
-                dim=job.args.dim,
-                dtype=getattr(torch, config.training.mixed_precision_param),
-            ),
+            shapes=objective.stage_shapes(job),
             num_microbatches=job.num_microbatches,
             device=device,
         )
@@ -141,7 +126,7 @@ def build(
         meshes=meshes,
         parts=parts,
         runner=runner,
-        take_shard=_shard_taker(meshes, device, job.documents.mask),
+        place=objective.place(job, meshes, device),
         first_and_last_on_one_rank=split.first_and_last_on_one_rank,
         accumulating=accumulating,
         after_update=partial(scale_weights, parts) if precomputes_scales else None,
@@ -171,13 +156,13 @@ def parallelize(
     collectives_of: str,
     imbalance: float | None = None,
 ) -> None:
-    """Float8 → masks → context → tensor → experts → checkpointing → compile → loss → FSDP.
+    """Float8 → what the objective prepares → tensor → experts → checkpointing → compile → loss → FSDP.
 
     Each wraps the result of the previous one.
     """
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training
-    compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
+    objective, compiles_model = get_objective(job.family.name), compiles(config.compile, "model")
     parameters: list[Parameter] = job.family.parameters(job.args)
     apply_expert_settings(part, config)
     if is_float8(config.model):
@@ -185,21 +170,15 @@ def parallelize(
         apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
-    kernel, mask = choose_masked_attention(attention_kernel(config, job.family), device), job.documents.mask
-    masked = masked_layers(part, kernel, has_documents=mask != "none")
-    if dims.cp > 1:
-        dtype = getattr(torch, training.mixed_precision_param)
-        uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=job.family.value_dim(job.args))
-        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
-    if masked or mask != "none":  # a stage may have no layers
-        apply_masks(part, masked, device, positions_restart=mask == "offsets")
+    objective.prepare(part, job, meshes, device)
     if dims.tp > 1:
         plan = with_shared_gather(get_trainer_family(job.family.name).tensor_plan(parameters), part, dims)
         apply_tp(
             part,
             meshes["tp"],
             plan,
-            loss_parallel=loss_parallel and training.loss != CHUNKED,  # a chunked output computes the loss itself
+            # a chunked output computes the loss itself
+            loss_parallel=is_loss_parallel(parallelism, dims) and training.loss != CHUNKED,
             converted=float8_styles(part, plan, config.float8, device_type=collectives_of)
             if is_float8(config.model)
             else None,
@@ -208,15 +187,7 @@ def parallelize(
     apply_activation_checkpoint(part, config.activation_checkpoint)
     if compiles_model:
         apply_compile(part, config.compile)
-    install_loss(
-        cast("Any", part),  # with `output`
-        training,
-        config.compile,
-        chunk_tokens=job.chunk_tokens,
-        tp_mesh=meshes["tp"] if dims.tp > 1 else None,
-        is_loss_parallel=loss_parallel,
-        all_forward_first=dims.pp > 1 and job.schedule in ALL_FORWARD_FIRST,
-    )
+    objective.install_loss(part, job, meshes)
     if is_fsdp(training, parallelism, config.float8, dims):
         reshard, reshard_last = reshard_policy(
             parallelism.fsdp_reshard_after_forward, keeps=keeps_gathered(training, dims)
@@ -239,31 +210,3 @@ def _expert_shards(job: Job, meshes: Meshes) -> ShardedExperts | None:
         return None
     num_experts = min(p.shape[p.expert_dim] for p in job.family.parameters(job.args) if p.expert_dim is not None)
     return ShardedExperts(meshes.efsdp, dim=1 if cuts_within_experts(num_experts, job.dims) else 0)
-
-
-def _shard_taker(meshes: Meshes, device: torch.device, mask: str) -> Callable[[Batch], Shard]:
-    """A function from a batch to what this context rank computes of it, on the device. `mask`: that of documents."""
-    cp, cp_rank = meshes.dims.cp, meshes["cp"].get_local_rank()
-
-    def copied(ids: Tensor) -> Tensor:
-        return ids.to(device, non_blocking=True)  # asynchronous from pinned memory only
-
-    def whole(batch: Batch) -> Shard:
-        positions = torch.arange(batch.tokens.shape[1], device=device)
-        # contiguous: pipeline stages declare their inputs' strides
-        return Shard(copied(batch.tokens).contiguous(), copied(batch.targets), positions, {})
-
-    def head_and_tail(batch: Batch) -> Shard:
-        positions = head_tail_positions(batch.tokens.shape[1], cp_rank, cp, device)
-        return Shard(copied(batch.tokens)[:, positions], copied(batch.targets)[:, positions], positions, {})
-
-    take = whole if cp == 1 else head_and_tail
-
-    def with_documents(batch: Batch) -> Shard:
-        assert batch.documents is not None, "the model was built for attention within documents"
-        shard, documents = take(batch), copied(batch.documents)
-        if mask == "offsets":
-            shard = shard._replace(positions=positions_in_documents(documents)[:, shard.positions])
-        return shard._replace(documents={"documents": documents})
-
-    return take if mask == "none" else with_documents

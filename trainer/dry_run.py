@@ -20,8 +20,8 @@ from converters.common.collector import collector_paused
 from converters.layout.mesh_shape import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
-from trainer.data.batch import Batch
-from trainer.job.job import Job
+from trainer.job.record import Job
+from trainer.models.objectives import get_objective
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.expert_exchange import EXCHANGES, bytes_sent
 from trainer.parallel.float8 import is_float8
@@ -148,7 +148,8 @@ class DryRun:
     collectives: Mapping[tuple[str, str], Traffic]  # by (mesh axis, kind)
     steps: int
     samples_per_step: int
-    tokens_per_step: int
+    unit: str  # of progress, in the plural
+    units_per_step: int
     num_accumulated: int  # forward and backward passes of a step; at most two of them were traced
     num_microbatches: int  # of each pass, through the pipeline
     left_out: tuple[str, ...]
@@ -161,6 +162,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
     """
     config, left_out = _disable_speed_features(job.config)
     traced, dims, split = replace(job, config=config), job.dims, job.split
+    objective = get_objective(job.family.name)
     count = CollectiveCount()
     with fake_ranks(dims.world_size, rank=rank), collector_paused():
         meshes = make_meshes(dims, "cpu")
@@ -192,7 +194,8 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
             collectives=_by_axis(count, names),
             steps=config.training.steps,
             samples_per_step=job.samples_per_step,
-            tokens_per_step=job.tokens_per_step,
+            unit=objective.unit,
+            units_per_step=objective.units_per_step(job),
             num_accumulated=job.num_accumulated,
             num_microbatches=job.num_microbatches,
             left_out=tuple(left_out),
@@ -264,9 +267,8 @@ def _one_step(
     model.follow(optimizer)
     with count.repeated(0):
         optimizer.step()  # without gradients: runs what follows an update, as before every step but the first
-    tokens = torch.zeros(len(passes.times) * training.local_batch_size, training.seq_len, dtype=torch.int64)
-    documents = None if job.documents.mask == "none" else tokens.to(torch.int32)
-    step.run(Batch(tokens, targets=tokens, documents=documents), optimizer)
+    num_samples = len(passes.times) * training.local_batch_size
+    step.run(get_objective(job.family.name).zeros(job, num_samples, False), optimizer)
 
 
 def _group_names(meshes: Meshes) -> dict[str, str]:

@@ -24,7 +24,8 @@ from converters.store.outputs import outputs_at
 from converters.tokenizers.assets import write_assets
 from trainer.config.sections import Config
 from trainer.job.chosen_model import chosen_model
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.models.initial_weights import InitialWeights, least_cache_bytes
 from trainer.ranks.machine import available_bytes, not_enough_memory
 

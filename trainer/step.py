@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.data.batch import Batch
+from trainer.batch import Batch
 from trainer.optim.clip import GradientClip
 from trainer.optim.expert_balance import ExpertBalance, ExpertLoad
 from trainer.ranks.mesh import Meshes
@@ -36,22 +36,22 @@ class NoObserver:
 
 @dataclass(frozen=True, slots=True)
 class OwnShare:
-    """The part of a step's loss that a rank has computed: its share in the mean, and the valid tokens of its samples.
+    """The part of a step's loss that a rank has computed: its share in the mean, and the units of its samples.
 
     Shares add up over the ranks of all stages, context shards and batches.
     """
 
     loss: float
-    num_valid_tokens: int
+    num_units: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a step, equal on all ranks but for `own`."""
 
-    loss: float  # mean over the valid tokens of all ranks and accumulated batches, in nats
+    loss: float  # mean over the units of all ranks and accumulated batches
     grad_norm: float  # before clipping
-    num_valid_tokens: int
+    num_units: int
     stop_requested: bool  # on at least one rank
     expert_loads: tuple[ExpertLoad, ...] = ()  # of layers with experts
     own: OwnShare | None = None
@@ -71,36 +71,36 @@ class Verdict:
         self,
         loss: Tensor,
         grad_norm: Tensor,
-        num_valid_tokens: Tensor,
+        num_units: Tensor,
         num_stop_requests: Tensor,
         *,
         share: Tensor,
-        num_own_tokens: int,
+        num_own: int,
         copies: int,
         balance: ExpertBalance | None = None,
         counts_LE: Tensor | None = None,
     ):
-        """0-dim tensors on one device: float64, but for the number of tokens. `copies`: how often loss has the loss.
+        """0-dim tensors on one device: float64, but for the number of units. `copies`: how often loss has the loss.
 
-        `share`: this rank's in the loss, whose samples have `num_own_tokens` valid tokens.
-        `counts_LE`: of the tokens of each expert, for `balance`, summed over all ranks.
+        `share`: this rank's in the loss, whose samples have `num_own` units.
+        `counts_LE`: of the rows of each expert, for `balance`, summed over all ranks.
         """
-        values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests, share])
+        values = torch.stack([loss, grad_norm, num_units.to(loss), num_stop_requests, share])
         self.found_inf = 1 - values.isfinite().all().float()  # 1 if the loss or the norm is not finite, else 0
         self.counts_LE, self._balance = counts_LE, balance
         if balance is not None and counts_LE is not None:
             values = torch.cat([values, balance.loads(counts_LE)])
         self._values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
-        self._copies, self._num_own_tokens = copies, num_own_tokens
+        self._copies, self._num_own = copies, num_own
         self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
 
     def read(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        loss, norm, num_valid_tokens, num_stop_requests, share, *loads = self._values.tolist()
+        loss, norm, num_units, num_stop_requests, share, *loads = self._values.tolist()
         expert_loads = self._balance.read(loads) if self._balance else ()
-        own = OwnShare(share / self._copies, self._num_own_tokens)
-        return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0, expert_loads, own)
+        own = OwnShare(share / self._copies, self._num_own)
+        return StepResult(loss / self._copies, norm, int(num_units), num_stop_requests > 0, expert_loads, own)
 
 
 class TrainStep:
@@ -155,13 +155,13 @@ class TrainStep:
     def compute_gradients(self, samples: Batch) -> Verdict:
         """Forward and backward of all accumulated batches, then clipping. Parameters are not updated."""
         # Needed before the first backward: dividing later would clip gradients that are thousands of times too large,
-        # and a mean of the batches' means would weigh their tokens unequally. It stays on the device, and `full` fills
+        # and a mean of the batches' means would weigh their units unequally. It stays on the device, and `full` fills
         # in place: the host would have to wait for it, and for a copy.
-        num_own = samples.num_valid_tokens
-        num_valid = torch.full((), num_own, device=self._device)
-        dist.all_reduce(num_valid, group=self._batch_group)
-        divisor = num_valid.clamp(min=1)
-        batches = self._split(samples)
+        num_own = samples.num_units
+        num_units = torch.full((), num_own, device=self._device)
+        dist.all_reduce(num_units, group=self._batch_group)
+        divisor = num_units.clamp(min=1)
+        batches = samples.to(self._inputs_on).split(self._local_batch_size)
         shares = []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
@@ -173,7 +173,7 @@ class TrainStep:
         self._model.sum_tied_gradients()
         with self._observer.during("clip"):
             grad_norm = self.clip()
-        # One all-reduce for the loss, stop requests and experts' tokens. Tensor-parallel ranks hold the same share of
+        # One all-reduce for the loss, stop requests and experts' loads. Tensor-parallel ranks hold the same share of
         # the loss.
         share = torch.stack(shares).sum().to(grad_norm)  # under CPU offload the norm is on the CPU
         sums = torch.stack([share, torch.full_like(grad_norm, self._stop_requested())])
@@ -184,10 +184,10 @@ class TrainStep:
         return Verdict(
             sums[0],
             grad_norm,
-            num_valid,
+            num_units,
             sums[1],
             share=share,
-            num_own_tokens=num_own,
+            num_own=num_own,
             copies=self._tp,
             balance=self.balance,
             counts_LE=None if counts_LE is None else sums[2:].view_as(counts_LE),
@@ -198,15 +198,3 @@ class TrainStep:
             optimizer.step()
             if self.balance is not None and verdict.counts_LE is not None:
                 self.balance.update(verdict.counts_LE, verdict.found_inf)
-
-    def _split(self, samples: Batch) -> list[Batch]:
-        """The samples as the batches that are accumulated, on the device."""
-        size = self._local_batch_size
-        tensors = (samples.tokens, samples.targets, samples.documents)
-        columns = [torch.split(self._on_device(ids), size) for ids in tensors if ids is not None]
-        return [Batch(*columns) for columns in zip(*columns, strict=True)]
-
-    def _on_device(self, ids: Tensor) -> Tensor:
-        """A copy from memory that is not pinned would wait for the device's earlier work."""
-        pinned = ids.pin_memory() if self._inputs_on == "cuda" else ids
-        return pinned.to(self._inputs_on, non_blocking=True)

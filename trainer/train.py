@@ -19,15 +19,15 @@ from trainer.checkpoints.shared_folder import require_shared
 from trainer.checkpoints.step_folders import step_folder
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config
-from trainer.data.document_ends import with_end_token
-from trainer.data.training_data import text_preparation, train_loader
 from trainer.job.chosen_model import chosen_model
 from trainer.job.dump_folder import make_dump_folder, save_config
 from trainer.job.inputs import check_run, raise_all
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
 from trainer.job.memory_bound import require_on_ranks
+from trainer.job.record import Job
 from trainer.job.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
-from trainer.job.run_header import header_lines, text_and_precision_notes
+from trainer.job.run_header import header_lines, notes_of
+from trainer.models.objectives import get_objective
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note, phase
 from trainer.observability.profiling import PhaseNames, profiled
@@ -109,7 +109,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     config, training = job.config, job.config.training
 
     # Build
-    for text in text_and_precision_notes(job, info.assets):
+    for text in notes_of(job, info.assets):
         note(text)
     meshes = make_meshes(job.dims, ranks.device.type)
     timeouts = Timeouts(meshes, config.comm)
@@ -122,14 +122,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
-    preparation = text_preparation(config.model, training, dump_folder, ranks.agreement)
     with phase("opening the data"):
-        loader = train_loader(job, meshes, preparation, group=ranks.agreement)
-    validator = None
-    if config.validation.enable:
-        pin_memory = config.validation_dataloader.pin_memory
-        documents = with_end_token(job.documents, preparation.tokenizer)
-        validator = Validator(model, config.validation, meshes, preparation, pin_memory=pin_memory, documents=documents)
+        data = get_objective(job.family.name).open_data(job, meshes, ranks.agreement)
+    validator = Validator(model, data.held_out) if data.held_out else None
     train_step = TrainStep(
         model,
         meshes,
@@ -138,7 +133,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         observer=PhaseNames() if config.profiling.enable_profiling else None,
         stop_requested=lambda: stop.requested or checkpoints.must_stop,
     )
-    state = RunState(model, optimizer, schedule, loader, progress)
+    state = RunState(model, optimizer, schedule, data.loader, progress)
 
     # Load
     exports = Exports(dump_folder, settings, info, group=ranks.agreement)
@@ -169,7 +164,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     )
     if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
-    batches = iter(loader)
+    batches = iter(data.loader)
 
     def say_lost(step: int) -> None:
         if dist.get_rank() == 0 and stop.takes_interrupts:
@@ -186,7 +181,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
             with first_step if progress.step == num_done else nullcontext():
                 result = train_step.run(samples, optimizer)
             if result.is_finite:
-                progress.ntokens_seen += result.num_valid_tokens
+                progress.units_seen += result.num_units
             else:
                 count_skipped(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
             optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout.layout import local_box
 from converters.model.model_info import ModelInfo
-from trainer.data.batch import Batch
+from trainer.batch import Batch, Inputs
 from trainer.models.initial_weights import InitialWeights
 from trainer.models.units import ModelPart
 from trainer.parallel.float8 import without_float8
@@ -24,15 +24,6 @@ from trainer.parallel.tied import TiedCopies, native_name
 from trainer.ranks.mesh import Meshes, local_part
 from trainer.runner import Runner
 from trainer.runtime import cores_per_rank
-
-
-class Shard(NamedTuple):
-    """A rank's part of each sequence of a batch. `documents` numbers the documents of the whole sequences."""
-
-    tokens: Tensor  # [B, L]
-    targets: Tensor  # [B, L]
-    positions: Tensor  # [L], or [B, L] if they restart in each document
-    documents: dict[str, Tensor]  # {"documents": [B, S]}, or empty: attention sees all earlier tokens
 
 
 class TrainModel:
@@ -46,13 +37,13 @@ class TrainModel:
         meshes: Meshes,
         parts: list[ModelPart],
         runner: Runner,
-        take_shard: Callable[[Batch], Shard],
+        place: Callable[[Batch], Inputs],
         first_and_last_on_one_rank: bool,
         accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_update: Callable[[], None] | None = None,
     ):
         self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
-        self._runner, self._take_shard = runner, take_shard
+        self._runner, self._place = runner, place
         self._after_update = after_update
         self.accumulating = accumulating  # around all batches of a step but the last: gradients need not be reduced yet
         # Collected once: while FSDP has gathered a parameter, its module shows the gathered one.
@@ -63,22 +54,20 @@ class TrainModel:
         untrained = {p.fqn for p in get_family(family).parameters(args) if not p.is_trained}
         self._buffers = {name: b for part in parts for name, b in part.named_buffers() if name in untrained}
 
-    def forward_backward(self, batch: Batch, num_valid_tokens: Tensor | float) -> Tensor:
-        """Add this batch's gradients. Returns this rank's share of the loss: its sum over tokens / num_valid_tokens.
+    def forward_backward(self, batch: Batch, num_units: Tensor | float) -> Tensor:
+        """Add this batch's gradients. Returns this rank's share of the loss: its sum / num_units.
 
-        `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches; a
-        0-dim tensor on the device, so that the host need not wait for it.
+        `num_units` counts those of the whole optimizer step, over all ranks and accumulated batches; a 0-dim tensor on
+        the device, so that the host need not wait for it.
         Shares add up over `batch`, `cp` and `pp` (0 but on the last stage); tp ranks hold the same share.
         """
         self._tied.refresh()
-        tokens, targets, positions, documents = self._take_shard(batch)
-        return self._runner.forward_backward(tokens, targets, positions, num_valid_tokens, **documents)
+        return self._runner.forward_backward(self._place(batch), num_units)
 
     def forward_loss(self, batch: Batch) -> Tensor:
         """This rank's share of the summed loss, not divided; no gradients."""
         self._tied.refresh()
-        tokens, targets, positions, documents = self._take_shard(batch)
-        loss = self._runner.forward_loss(tokens, targets, positions, **documents)
+        loss = self._runner.forward_loss(self._place(batch))
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):

@@ -27,7 +27,8 @@ from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.ranks.gpus import GPUS
 
 MOST = {"allocated": 0.03, "allocated, compiled": 0.05, "reserved": 0.05}
@@ -129,7 +130,7 @@ def measure(case: Case) -> dict[str, Any]:
     import torch
 
     from trainer.build import build
-    from trainer.data.batch import Batch
+    from trainer.data.batch import TokenBatch
     from trainer.optim.optimizer import build_optimizer
     from trainer.parallel.attention_backend import attention_backends
     from trainer.ranks.mesh import make_meshes
@@ -151,7 +152,7 @@ def measure(case: Case) -> dict[str, Any]:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             ids = torch.zeros(shape, dtype=torch.int64)
-            result = step.run(Batch(tokens=ids, targets=ids), optimizer)
+            result = step.run(TokenBatch(tokens=ids, targets=ids), optimizer)
             optimizer.zero_grad()
         torch.cuda.synchronize()
         return {

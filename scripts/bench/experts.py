@@ -31,8 +31,9 @@ from converters.families.base import Experts
 from converters.families.qwen3 import QWEN3
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Debug, Model, Parallelism, Training
-from trainer.data.batch import Batch
-from trainer.job.job import Job, resolve_job
+from trainer.data.batch import TokenBatch
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE
 from trainer.optim.optimizer import build_optimizer
 from trainer.ranks.mesh import make_meshes
@@ -104,7 +105,7 @@ def make_step(*, is_exchanged: bool) -> Callable[[], Any]:
     tokens = torch.randint(ARGS.vocab_size, (BATCH, SEQ_LEN))
 
     def run() -> None:
-        step.run(Batch(tokens, tokens), optimizer)
+        step.run(TokenBatch(tokens, tokens), optimizer)
         optimizer.zero_grad()
 
     return run

@@ -63,6 +63,7 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
     from trainer.config.load import load_config
     from trainer.data.prepare import prepare
     from trainer.job.job import resolve_job
+    from trainer.next_token import data
     from trainer.ranks.process_group import Ranks, join_ranks
     from trainer.ranks.signals import StopRequest
 
@@ -92,8 +93,8 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
         def __getattr__(self, name):
             return getattr(self._loader, name)
 
-    whole_loader, loop.train_loader = (
-        loop.train_loader,
+    whole_loader, data.train_loader = (
+        data.train_loader,
         lambda *args, **keys: AlternatingLoader(whole_loader(*args, **keys)),
     )
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -102,7 +103,7 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
             ranks: Ranks = join_ranks(init_timeout_secs=60)
         loop.train(resolve_job(config, 1), ranks, StopRequest())
     finally:
-        loop.train_loader = whole_loader
+        data.train_loader = whole_loader
         dist.destroy_process_group()
 
     ours, bare = (min(taken[WARMUP:]) for taken in (secs["trainer"], secs["bare"]))

@@ -39,7 +39,7 @@ from trainer.config.sections import (
     Training,
     Validation,
 )
-from trainer.data.batch import IGNORED, Batch
+from trainer.data.batch import IGNORED, TokenBatch
 from trainer.data.index import HELD_OUT, open_index
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
@@ -47,6 +47,7 @@ from trainer.data.training_data import text_preparation, train_loader
 from trainer.job.chosen_model import chosen_model
 from trainer.job.job import resolve_job
 from trainer.models.registry import get_trainer_family
+from trainer.next_token.data import open_held_out
 from trainer.optim.clip import GradientClip
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
@@ -181,10 +182,10 @@ def run_into_a_nan(config: Config) -> str:
     whole, num_calls = TrainModel.forward_backward, 0
     calls_per_step = 2  # microbatches
 
-    def poisoned(model: TrainModel, batch: Batch, num_valid_tokens: torch.Tensor) -> torch.Tensor:
+    def poisoned(model: TrainModel, batch: TokenBatch, num_units: torch.Tensor) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
-        loss = whole(model, batch, num_valid_tokens)
+        loss = whole(model, batch, num_units)
         is_here = num_calls > 2 * calls_per_step and dist.get_rank() == dist.get_world_size() - 1
         return loss * float("nan") if is_here else loss
 
@@ -244,7 +245,7 @@ def clip_twice(config: Config, max_norm: float) -> dict[str, float]:
     model, dims = state.model, state.model.meshes.dims
     model.initialize(0)
     batch = next(iter(state.loader))
-    model.forward_backward(batch, batch.num_valid_tokens)
+    model.forward_backward(batch, batch.num_units)
     model.sum_tied_gradients()
 
     def whole_norm() -> float:
@@ -276,9 +277,9 @@ def gradients_by_microbatch(config: Config) -> dict[int, tuple[float, float, lis
     found = {}
     for size in (1, 2, 4):
         step = TrainStep(state.model, state.model.meshes, max_norm=1e9, local_batch_size=size)
-        result = step.compute_gradients(Batch(batch.tokens, targets)).read()
+        result = step.compute_gradients(TokenBatch(batch.tokens, targets)).read()
         found[size] = result.loss, result.grad_norm, [p.grad.clone() for p in state.model.named_parameters().values()]
-        assert result.num_valid_tokens == int((targets != IGNORED).sum()) and not result.stop_requested
+        assert result.num_units == int((targets != IGNORED).sum()) and not result.stop_requested
         state.optimizer.zero_grad()
     return found
 
@@ -289,7 +290,8 @@ def validate(config: Config) -> list[dict[str, float]]:
     state, _ = _run_state(config, ranks)
     state.model.initialize(0)
     text = text_preparation(config.model, config.training, Path(config.job.dump_folder), ranks.agreement)
-    validation = Validator(state.model, config.validation, state.model.meshes, text)
+    job = resolve_job(config, dist.get_world_size())
+    validation = Validator(state.model, open_held_out(job, state.model.meshes, text))
     batches = iter(state.loader)
     first, _, second = validation.run(), next(batches), validation.run()
     assert all(module.training for part in state.model.parts for module in part.modules())

@@ -10,7 +10,7 @@ from tests.dist import runs
 from tests.dist.training import Layout, build_model, global_batch, own_batch, train
 from trainer import build
 from trainer.config.sections import Config
-from trainer.data.batch import Batch
+from trainer.data.batch import TokenBatch
 from trainer.parallel import fsdp
 from trainer.parallel.one_rank import FSDP_KEEPS_DTYPE_OF_GRADIENTS
 
@@ -68,14 +68,16 @@ def gradients_and_sums(layout: Layout, sizes: tuple[int, ...]) -> tuple[dict, Co
         summed[tensor.numel()] += 1
         return whole(tensor, **settings)
 
-    batch, num_valid_tokens = own_batch(model, 0), global_batch(0).num_valid_tokens
-    *most, last = [Batch(*pair) for pair in zip(batch.tokens.split(sizes), batch.targets.split(sizes), strict=True)]
+    batch, num_units = own_batch(model, 0), global_batch(0).num_units
+    *most, last = [
+        TokenBatch(*pair) for pair in zip(batch.tokens.split(sizes), batch.targets.split(sizes), strict=True)
+    ]
     dist.all_reduce = counted
     try:
         with model.accumulating():
             for part in most:
-                model.forward_backward(part, num_valid_tokens)
-        model.forward_backward(last, num_valid_tokens)
+                model.forward_backward(part, num_units)
+        model.forward_backward(last, num_units)
     finally:
         dist.all_reduce = whole
     parameters = model.named_parameters()
@@ -96,7 +98,7 @@ def gradients_of_two_batches(layout: Layout) -> list[torch.Tensor]:
     """Case: one batch after another, each summed at once, and nothing cleared in between."""
     model = build_model(layout, "debug_gqa")
     for step in range(2):
-        model.forward_backward(own_batch(model, step), global_batch(step).num_valid_tokens)
+        model.forward_backward(own_batch(model, step), global_batch(step).num_units)
     return [parameter.grad for parameter in model.named_parameters().values()]
 
 

@@ -39,7 +39,7 @@ from tests.dist.training import (
 )
 from tests.dist.training import EXPERTS as EXPERTS_FAMILY
 from trainer.config.sections import Config
-from trainer.data.batch import Batch, batch_of
+from trainer.data.batch import TokenBatch, batch_of
 from trainer.data.prepare import prepare
 from trainer.data.sample import DocumentRules, window_sample
 
@@ -60,17 +60,17 @@ def token_ids() -> np.ndarray:
     return ids
 
 
-def packed(mask: str) -> Batch:
+def packed(mask: str) -> TokenBatch:
     rules = DocumentRules(mask, end_id=END)
     pairs = zip(token_ids(), LENGTHS, strict=True)
     samples = [window_sample(row, np.cumsum((0, *lengths[:-1])), rules) for row, lengths in pairs]
     return batch_of(samples, pin_memory=False)
 
 
-def own_packed(model, mask: str) -> Batch:
+def own_packed(model, mask: str) -> TokenBatch:
     batch, mesh = packed(mask), model.meshes["batch"]
     parts = (t.chunk(mesh.size())[mesh.get_local_rank()] for t in (batch.tokens, batch.targets, batch.documents))
-    return Batch(*parts)
+    return TokenBatch(*parts)
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
@@ -90,7 +90,7 @@ def one_by_one(flavor: str, path: Path) -> None:
         for document in np.split(row, np.cumsum(lengths)[:-1]):
             if len(document) > 1:
                 tokens, targets = (torch.from_numpy(part)[None] for part in (document[:-1], document[1:]))
-                loss += model.forward_backward(Batch(tokens, targets), num_valid).item()
+                loss += model.forward_backward(TokenBatch(tokens, targets), num_valid).item()
     torch.save({"loss": loss, "num_valid": num_valid, "gradients": gradients_of(model)}, path)
 
 
@@ -112,7 +112,7 @@ class DenseAttention(nn.Module):
 def by_dense_masks(flavor: str, path: Path) -> None:
     """Case, one rank: the loss and gradients under v0.2.2's meaning, every token of the input being valid."""
     model, ids = build_model(ONE_RANK, flavor), torch.from_numpy(token_ids())
-    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    batch = TokenBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     for layer in model.parts[0].layers.values():
         layer.attention.inner_attention = DenseAttention(batch.tokens)
     num_valid = batch.targets.numel()
@@ -140,7 +140,7 @@ def compared(layout: Layout, flavor: str, mask: str, path: Path) -> dict:
     return {
         "loss": result.loss / expected["loss"] - 1,
         "validated": validated / expected["loss"] - 1,
-        "num_valid": result.num_valid_tokens - expected["num_valid"],
+        "num_valid": result.num_units - expected["num_valid"],
         "gradients": {
             fqn: ((gradient - expected["gradients"][fqn]).norm() / expected["gradients"][fqn].norm()).item()
             for fqn, gradient in found.items()

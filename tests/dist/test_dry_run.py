@@ -13,7 +13,7 @@ from converters.common.errors import UnsupportedError
 from converters.families.registry import get_family
 from trainer.build import build
 from trainer.config.load import load_config
-from trainer.data.batch import Batch
+from trainer.data.batch import TokenBatch
 from trainer.dry_run import CollectiveCount, _by_axis, _group_names, dry_run
 from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer
@@ -62,7 +62,7 @@ def really(words):
     step = TrainStep(model, meshes, max_norm=1.0, local_batch_size=training.local_batch_size)
     samples = training.global_batch_size // dims.batch if training.global_batch_size > 0 else training.local_batch_size
     tokens = torch.randint(args.vocab_size, (samples, training.seq_len))
-    batch = Batch(tokens=tokens, targets=tokens)
+    batch = TokenBatch(tokens=tokens, targets=tokens)
     step.run(batch, optimizer)
     optimizer.zero_grad()
     with Counting() as counting, bytes_given_to_torch() as exchanged:

@@ -56,7 +56,7 @@ from trainer.models.biased_experts import BiasedExperts
 from trainer.models.moe import GroupedExperts
 from trainer.models.qwen3 import build_model as build_plain_model
 from trainer.models.registry import get_trainer_family
-from trainer.observability.throughput import flops_per_token
+from trainer.next_token.numbers import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel import expert_shards

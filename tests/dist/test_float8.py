@@ -89,7 +89,7 @@ def bytes_of_a_pass(layout: Layout) -> tuple[dict[str, int], int]:
 
     setattr(dist, name, counted)
     try:
-        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
     finally:
         setattr(dist, name, whole)
     return {fqn: parameter.numel() for fqn, parameter in model.named_parameters().items()}, sum(gathered)

@@ -224,7 +224,7 @@ def test_the_rest_of_torchtitans_state_is_resumed(pools, data, torchtitan, tmp_p
     path = torchtitan[age]
     config = _resume(data, tmp_path, path)
     progress = pools[2].run(runs.copy_step, config, path, tmp_path / "copy")
-    assert {(p.step, p.ntokens_seen, p.skipped_steps) for p in progress} == {(3, ntokens, 0)}
+    assert {(p.step, p.units_seen, p.skipped_steps) for p in progress} == {(3, ntokens, 0)}
     loaded, stored = ({}, {})
     for state, folder in ((loaded, tmp_path / "copy"), (stored, path)):
         for fqn, p in hf_model(FLAVOR).named_parameters():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.dist.training import Layout, build_model, global_batch, own_batch, whole_loss
-from trainer.data.batch import IGNORED, Batch
+from trainer.data.batch import IGNORED, TokenBatch
 from trainer.loss import registry as loss_registry
 from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
 from trainer.loss.registry import register_loss
@@ -27,7 +27,7 @@ def losses_and_gradients(layouts: list[Layout], flavor: str) -> list[tuple[float
     found = []
     for layout in layouts:
         model = build_model(layout, flavor)
-        share = model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+        share = model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
         model.sum_tied_gradients()
         gradients = {
             fqn: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
@@ -155,14 +155,14 @@ def test_validation_in_a_looped_pipeline_keeps_all_ranks_busy_with_batched_messa
     assert sum(map(len, first[2])) == sum(map(len, last[2])) == 3 * 4  # between four stages, of four microbatches
 
 
-def unevenly_valid_step(layout: Layout, samples: Batch) -> tuple[float, float, int]:
+def unevenly_valid_step(layout: Layout, samples: TokenBatch) -> tuple[float, float, int]:
     """A step on samples of which some ranks and some passes hold nothing but ignored targets."""
     config, model = layout.config("debug_gqa"), build_model(layout, "debug_gqa")
     mesh = model.meshes["batch"]
-    own = Batch(*(t.chunk(mesh.size())[mesh.get_local_rank()] for t in (samples.tokens, samples.targets)))
+    own = TokenBatch(*(t.chunk(mesh.size())[mesh.get_local_rank()] for t in (samples.tokens, samples.targets)))
     step = TrainStep(model, model.meshes, max_norm=1.0, local_batch_size=config.training.local_batch_size)
     result = step.compute_gradients(own).read()
-    return result.loss, result.grad_norm, result.num_valid_tokens
+    return result.loss, result.grad_norm, result.num_units
 
 
 def test_ranks_and_passes_without_a_valid_token_weigh_nothing(pools):
@@ -170,9 +170,9 @@ def test_ranks_and_passes_without_a_valid_token_weigh_nothing(pools):
     targets = samples.targets.clone()
     targets[:5] = IGNORED  # the first of two ranks, and one of the second's four passes
     targets[6, 5:] = IGNORED
-    samples = Batch(samples.tokens, targets)
+    samples = TokenBatch(samples.tokens, targets)
     ((loss, norm, num_valid),) = pools[1].run(unevenly_valid_step, Layout("one"), samples)
-    assert num_valid == samples.num_valid_tokens
+    assert num_valid == samples.num_units
     accumulated = Layout("accumulated", 2, training={"local_batch_size": 1})
     for output in pools[2].run(unevenly_valid_step, accumulated, samples):
         assert output[0] == pytest.approx(loss, abs=2e-6)
@@ -183,6 +183,6 @@ def test_ranks_and_passes_without_a_valid_token_weigh_nothing(pools):
 def test_a_step_without_any_valid_token_is_a_loss_of_zero(pools):
     samples = global_batch(0)
     ((loss, norm, num_valid),) = pools[1].run(
-        unevenly_valid_step, Layout("one"), Batch(samples.tokens, torch.full_like(samples.targets, IGNORED))
+        unevenly_valid_step, Layout("one"), TokenBatch(samples.tokens, torch.full_like(samples.targets, IGNORED))
     )
     assert (loss, norm, num_valid) == (0.0, 0.0, 0)

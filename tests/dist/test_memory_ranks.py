@@ -10,7 +10,8 @@ from tests.real_memory import Held, held_by_step, held_by_trace
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.sections import Config
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

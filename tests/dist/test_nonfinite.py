@@ -23,10 +23,10 @@ def run_with_a_bad_step(config, kind):
     dp = dist.get_world_size() // config.parallelism.pipeline_parallel_degree
     calls_per_step = training.global_batch_size // (training.local_batch_size * dp)
 
-    def poisoned(model, batch, num_valid_tokens):
+    def poisoned(model, batch, num_units):
         nonlocal num_calls
         num_calls += 1
-        loss = whole(model, batch, num_valid_tokens)
+        loss = whole(model, batch, num_units)
         if num_calls != BAD_STEP * calls_per_step or dist.get_rank() != dist.get_world_size() - 1:
             return loss
         if kind == "nan":

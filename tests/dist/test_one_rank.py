@@ -91,7 +91,7 @@ def copies_alive(layout: Layout) -> dict[str, int]:
             look("after forward")
 
     part.register_forward_hook(after_forward)
-    model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+    model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
     look("after backward")
     model.forward_loss(own_batch(model, 0))
     look("after validation")

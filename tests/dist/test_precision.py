@@ -37,7 +37,7 @@ def dtypes(layout: Layout) -> dict[str, set[torch.dtype]]:
     for part in model.parts:
         for layer in part.layers.values():
             layer.register_forward_pre_hook(look)
-    model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+    model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
     seen["weights"] = {p.dtype for p in model.named_parameters().values()}
     seen["gradients"] = {p.grad.dtype for p in model.named_parameters().values()}
     return seen
@@ -99,7 +99,7 @@ def dtypes_on_the_way(layout: Layout) -> list[set[torch.dtype]]:
     """Case: dtypes that FSDP gathers parameters in, and that it reduces gradients in."""
     model = build_model(layout, "debug_gqa")
     with _OnTheWay() as seen:
-        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
     return list(seen.dtypes.values())
 
 
@@ -123,7 +123,7 @@ def errors_of_reduction(layout: Layout) -> dict[str, float]:
     for reduce in ("float32", "bfloat16"):
         each = replace(layout, training=layout.training | {"mixed_precision_reduce": reduce})
         model = build_model(each, "debug_gqa")
-        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
         found[reduce] = {fqn: local_part(p.grad) for fqn, p in model.named_parameters().items()}
     errors = {}
     for fqn, exact in found["float32"].items():

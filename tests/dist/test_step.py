@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist import runs
 from tests.dist.training import Layout, build_model, make_step, own_batch
-from trainer.data.batch import Batch
+from trainer.data.batch import TokenBatch
 from trainer.optim.optimizer import build_optimizer
 from trainer.ranks.mesh import local_part
 from trainer.step import TrainStep
@@ -79,8 +79,8 @@ class _Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Counted(Batch):
-    num_valid_tokens = 100  # counted on the host, where samples are
+class _Counted(TokenBatch):
+    num_units = 100  # counted on the host, where samples are
 
 
 def reads_of_a_step(layout: Layout, implementation: str, flavor: str = "debug_gqa") -> tuple[list[str], bool]:

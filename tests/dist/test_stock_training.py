@@ -148,11 +148,11 @@ def go_on(source: Source, config, folder: Path) -> dict[str, float]:
     model = hf_model(source.flavor)
     optimizer = adamw(model.parameters())
     for _ in range(3):
-        step_of(model, optimizer, batch.tokens, batch.targets, batch.num_valid_tokens)
+        step_of(model, optimizer, batch.tokens, batch.targets, batch.num_units)
     write_source(source, folder / "stock", model, optimizer)
     reshard(folder / "stock", folder / "ours", mesh=MeshShape(tp=2), drop=["dataloader"])
     checkpoints.load(folder / "ours", state)
-    assert (state.progress.step, state.progress.ntokens_seen, state.schedule.last_epoch) == (3, 99, 3)
+    assert (state.progress.step, state.progress.units_seen, state.schedule.last_epoch) == (3, 99, 3)
     optimizer.param_groups[0]["lr"] = state.schedule.lr
 
     ours, theirs = state.model.named_parameters(), dict(model.named_parameters())
@@ -168,10 +168,10 @@ def go_on(source: Source, config, folder: Path) -> dict[str, float]:
         return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
     loaded = differences()
-    state.model.forward_backward(batch, batch.num_valid_tokens)
+    state.model.forward_backward(batch, batch.num_units)
     state.optimizer.step()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step_of(model, optimizer, batch.tokens, batch.targets, batch.num_valid_tokens)
+    step_of(model, optimizer, batch.tokens, batch.targets, batch.num_units)
     moved = max((p - before[name]).abs().max().item() for name, p in model.named_parameters())
     return {"loaded": loaded, "moved": moved, "apart": differences()}
 

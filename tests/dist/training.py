@@ -16,7 +16,7 @@ from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
-from trainer.data.batch import IGNORED, Batch
+from trainer.data.batch import IGNORED, TokenBatch
 from trainer.job.job import resolve, resolve_job
 from trainer.models import registry as trained_families
 from trainer.models.initial_weights import InitialWeights
@@ -136,7 +136,7 @@ def build_model(layout: Layout, flavor: str) -> TrainModel:
     return model
 
 
-def global_batch(step: int, *, seq_len: int = SEQ_LEN) -> Batch:
+def global_batch(step: int, *, seq_len: int = SEQ_LEN) -> TokenBatch:
     """The same for every layout: counting up from a random token in random strides, which can be learnt.
 
     Samples have different numbers of ignored targets, so that a mean of means would show.
@@ -148,14 +148,14 @@ def global_batch(step: int, *, seq_len: int = SEQ_LEN) -> Batch:
     targets = tokens[:, 1:].clone()
     for sample in range(GLOBAL_BATCH):
         targets[sample, : 5 * sample] = IGNORED
-    return Batch(tokens[:, :-1], targets)
+    return TokenBatch(tokens[:, :-1], targets)
 
 
-def own_batch(model: TrainModel, step: int) -> Batch:
+def own_batch(model: TrainModel, step: int) -> TokenBatch:
     """This rank's samples of the global batch."""
     batch, mesh = global_batch(step), model.meshes["batch"]
     rank, degree = mesh.get_local_rank(), mesh.size()
-    return Batch(batch.tokens.chunk(degree)[rank], batch.targets.chunk(degree)[rank])
+    return TokenBatch(batch.tokens.chunk(degree)[rank], batch.targets.chunk(degree)[rank])
 
 
 def whole_loss(model: TrainModel, share: torch.Tensor) -> float:
@@ -254,8 +254,8 @@ def validation_loss(model: TrainModel) -> float:
     batch = global_batch(100, seq_len=2 * SEQ_LEN)
     mesh = model.meshes["batch"]
     mine = slice(mesh.get_local_rank(), None, mesh.size())
-    loss = whole_loss(model, model.forward_loss(Batch(batch.tokens[mine], batch.targets[mine])))
-    return loss / batch.num_valid_tokens
+    loss = whole_loss(model, model.forward_loss(TokenBatch(batch.tokens[mine], batch.targets[mine])))
+    return loss / batch.num_units
 
 
 def on_a_fresh_compiler(case, layout: Layout, flavor: str, *args) -> tuple[Any, int, int]:
@@ -291,7 +291,7 @@ def count_collectives(layout: Layout, flavor: str) -> dict[str, int]:
     """Functional collectives of one forward and backward, by kind."""
     model = build_model(layout, flavor)
     with _CountCollectives() as counted:
-        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_units)
     return counted.count
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.dist.training import Layout
 from trainer.build import build
-from trainer.data.batch import Batch
+from trainer.data.batch import TokenBatch
 from trainer.job.job import resolve_job
 from trainer.optim.optimizer import build_optimizer
 from trainer.ranks.mesh import make_meshes
@@ -74,24 +74,24 @@ def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelis
 
     optimizer.register_step_post_hook(after_update)
     for _ in range(3):  # compiles, captures, settles
-        step.run(Batch(tokens, tokens), optimizer)
+        step.run(TokenBatch(tokens, tokens), optimizer)
         optimizer.zero_grad()
     torch.cuda.synchronize()
     is_updated = False
     torch.cuda.set_sync_debug_mode("error")  # raises at any operation that makes the host wait
     try:
         with patch.object(torch.cuda.Event, "synchronize", synchronize):
-            result = step.run(Batch(tokens, tokens), optimizer)
+            result = step.run(TokenBatch(tokens, tokens), optimizer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert waits == [True]
-    assert result.is_finite and result.num_valid_tokens == tokens.numel()
+    assert result.is_finite and result.num_units == tokens.numel()
 
 
 def test_a_step_that_is_not_finite_leaves_weights_and_moments(group):
     model, optimizer, step = make_run({}, {})
     tokens = torch.randint(2048, (2, 64))
-    assert step.run(Batch(tokens, tokens), optimizer).is_finite
+    assert step.run(TokenBatch(tokens, tokens), optimizer).is_finite
 
     def held():
         states = [value for state in optimizer.state.values() for value in state.values()]
@@ -101,11 +101,11 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments(group):
     before = held()
     norm = model.parts[0].norm
     hook = norm.register_forward_hook(lambda module, args, output: output * float("inf"))
-    assert not step.run(Batch(tokens, tokens), optimizer).is_finite
+    assert not step.run(TokenBatch(tokens, tokens), optimizer).is_finite
     hook.remove()
     assert all(map(torch.equal, held(), before))
     optimizer.zero_grad()
-    assert step.run(Batch(tokens, tokens), optimizer).is_finite
+    assert step.run(TokenBatch(tokens, tokens), optimizer).is_finite
     assert not any(map(torch.equal, held(), before))
 
 
@@ -128,7 +128,7 @@ def test_one_rank_without_fsdp_has_its_numbers(group, sections):
             assert is_sharded == (parallelism == FSDP)
             for number in range(5):
                 tokens = torch.randint(2048, (4, 64), generator=torch.Generator().manual_seed(number))  # two batches
-                found.append(step.run(Batch(tokens, tokens), optimizer))
+                found.append(step.run(TokenBatch(tokens, tokens), optimizer))
                 optimizer.zero_grad()
     finally:
         torch.use_deterministic_algorithms(False)

@@ -20,6 +20,7 @@ import trainer.build
 import trainer.models.decoder
 import trainer.models.deepseek_v3
 import trainer.models.qwen3
+import trainer.next_token.parts
 import trainer.parallel.activation_checkpoint
 import trainer.parallel.expert_parallel
 import trainer.parallel.tensor
@@ -71,7 +72,7 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (qwen.QKNormAttention, "forward", qwen_attention if build.repeats_keys else grouped_qwen_attention),
             (trainer.models.deepseek_v3, "rotate", complex_rotate),
             (MoE, "forward", padded_experts if build.pads_experts else scatter_added_experts),
-            (trainer.build, "install_loss", partial(_install_loss, build)),
+            (trainer.next_token.parts, "install_loss", partial(_install_loss, build)),
             (trainer.build, "apply_fsdp", _ends_in_root(build) if build.has_ends_in_root else _separate_groups(build)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
             (trainer.parallel.tensor, "RowsOfVocabulary", _split_embedding),

@@ -16,7 +16,8 @@ from tests.gpu.test_training import CASES
 from titan_tools.infer import run
 from titan_tools.infer.request import check_options
 from trainer.config.load import load_config
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 
 BENCHES = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 

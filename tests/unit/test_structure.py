@@ -140,6 +140,19 @@ MEMORY_BELOW = {
 MEMORY_WITHOUT_TORCH = ("expand.layers", "replay.replay")
 
 
+# The loop and what it runs: it knows an objective by its record, a batch by its units and a model by its own
+LOOP = (
+    *("train", "step", "train_model", "runner", "build", "dry_run", "validate"),
+    *("job/job", "job/record", "job/inputs", "job/run_header", "observability/report", "observability/throughput"),
+    *("parallel/pipeline", "parallel/ddp", "parallel/fsdp", "parallel/activation_checkpoint", "parallel/compile"),
+    *("parallel/stages", "parallel/shards", "parallel/one_rank", "checkpoints/run_state"),
+)
+ALSO_IN_THE_LOOP = ("titan_tools/memory/trace/capture.py",)
+OF_AN_OBJECTIVE = re.compile(  # `target=` is an argument of torch's
+    r"(?<![a-z])(tokens?|targets?(?!=)|documents?|vocab|vocabulary|perplexity)(?![a-z])", re.I
+)
+
+
 def imported_names(file: Path) -> set[str]:
     """Dotted names of all that a file imports, inside of functions and for types, too."""
     names, tree = set(), ast.parse(file.read_text())
@@ -238,6 +251,24 @@ def test_only_the_store_package_opens_files():
 
 def test_converters_never_import_torch():
     guilty = [str(f.relative_to(ROOT)) for f in (ROOT / "converters").rglob("*.py") if "torch" in imported_roots(f)]
+    assert guilty == []
+
+
+@pytest.mark.parametrize("name", [*(f"trainer/{name}.py" for name in LOOP), *ALSO_IN_THE_LOOP])
+def test_the_loop_has_no_word_of_an_objective(name):
+    lines = enumerate((ROOT / name).read_text().splitlines(), start=1)
+    assert [(number, line) for number, line in lines if OF_AN_OBJECTIVE.search(line)] == []
+
+
+def test_only_models_have_layers():
+    files = [*(ROOT / "trainer").rglob("*.py"), *(ROOT / "titan_tools" / "memory").rglob("*.py")]
+    guilty = [
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in files
+        if file.parent != ROOT / "trainer" / "models"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "layers" and ast.unparse(node.value) != "self"
+    ]
     assert guilty == []
 
 

@@ -15,7 +15,8 @@ from titan_tools.memory.trace.coverage import NotTraceable, trace_gaps
 from titan_tools.terminal.console import count, current_work, note, print_json
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.parallel.float8 import capability_needed, is_float8
 from trainer.ranks.gpus import DEFAULT_GPU, GPUS, Gpu, gpus_called
 

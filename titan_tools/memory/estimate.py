@@ -15,7 +15,7 @@ from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
 from titan_tools.memory.two_processes import run_in_child
 from titan_tools.memory.verdict import Verdict, assumptions_of, judge, nvidia_smi_gib
 from trainer.config.sections import Config
-from trainer.job.job import Job
+from trainer.job.record import Job
 from trainer.parallel.tied import has_group_of_ends
 from trainer.ranks.gpus import DEFAULT_GPU, JUDGED, Gpu
 from trainer.ranks.mesh import communicators

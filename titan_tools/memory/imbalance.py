@@ -1,7 +1,7 @@
 """How unevenly tokens may go to experts: the rows that a rank's experts receive, over the mean of all ranks."""
 
 from converters.families.base import Experts
-from trainer.job.job import Job
+from trainer.job.record import Job
 from trainer.parallel.experts import has_experts
 
 # What verdicts assume unless told otherwise: torchtitan advises buffers of this factor for HybridEP (torchtitan#2207)

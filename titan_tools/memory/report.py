@@ -12,6 +12,7 @@ from titan_tools.memory.replay.timeline import draw_timeline
 from titan_tools.memory.trace.events import PARTS, StepPoint
 from titan_tools.memory.verdict import FITS, Verdict
 from titan_tools.terminal.console import count, table
+from trainer.models.objectives import get_objective
 
 _PHASES = {
     "build": "when the model is built",
@@ -114,9 +115,11 @@ def draw(estimate: Estimate, picture: Path) -> None:
 def headline(estimate: Estimate) -> str:
     """What was estimated, in a line."""
     job = estimate.job
+    size = get_objective(job.family.name).units_per_sample(job)
+    sequence = f" sequence {size}," if size > 1 else ""
     return (
         f"{job.family.name}, {job.num_parameters:,} parameters, on {count(job.dims.world_size, 'rank')} ({job.dims});"
-        f" sequence {job.config.training.seq_len}, a step of"
+        f"{sequence} a step of"
         f" {count(job.num_microbatches * job.num_accumulated, 'forward')}, {count(job.microbatch_size, 'sample')} each"
     )
 

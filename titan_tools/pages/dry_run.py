@@ -10,7 +10,9 @@ from converters.layout.mesh_shape import AXES
 from titan_tools.terminal.console import count, current_work, note, print_json, table
 from trainer.config.sections import Config
 from trainer.config.show import unread
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
+from trainer.next_token.numbers import documents_of
 from trainer.parallel.experts import has_experts
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: i
 
 def as_record(config: Config, report: "DryRun") -> dict[str, Any]:
     """The same as one JSON object."""
-    plain = {key: getattr(report, key) for key in report.__slots__ if key not in ("dims", "coordinates", "collectives")}
+    named = {"units_per_step": f"{report.unit}_per_step"}
+    left_out = ("dims", "coordinates", "collectives", "unit")
+    plain = {named.get(key, key): getattr(report, key) for key in report.__slots__ if key not in left_out}
     return {
         "model": f"{config.model.name} {config.model.flavor}",
         "world_size": report.dims.world_size,
@@ -65,13 +69,13 @@ def _print(job: Job, report: "DryRun") -> None:
     print(f"rank {report.rank:<8} {position or 'the only one'}")
     for stage, modules in report.stages.items():
         print(f"stage         {stage} of {report.num_stages}: {', '.join(fold_texts(modules))}")
-    samples = f"{count(report.samples_per_step, 'sample')}, {report.tokens_per_step:,} tokens"
+    samples = f"{count(report.samples_per_step, 'sample')}, {report.units_per_step:,} {report.unit}"
     accumulated = f"; {report.num_accumulated} forward and backward passes" if report.num_accumulated > 1 else ""
     microbatches = f"; {report.num_microbatches} microbatches each" if report.num_microbatches > 1 else ""
     print(f"step          {samples}{accumulated}{microbatches}")
-    print(f"steps         {report.steps:,}, {report.steps * report.tokens_per_step:,} tokens")
-    if job.documents.mask != "none":
-        print(f"documents     attention within each; mask: {job.documents.mask}, packing: {job.documents.packing}")
+    print(f"steps         {report.steps:,}, {report.steps * report.units_per_step:,} {report.unit}")
+    if (documents := documents_of(job)).mask != "none":
+        print(f"documents     attention within each; mask: {documents.mask}, packing: {documents.packing}")
     print()
     total = report.parameter_bytes + report.gradient_bytes + report.optimizer_bytes
     table(

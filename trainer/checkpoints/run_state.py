@@ -1,7 +1,7 @@
 """The state of a run that its checkpoints hold: weights, and sections of other state."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +20,27 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+_SAVED_AS = {"units_seen": "ntokens_seen"}  # on disk, whatever the unit
+
+
 @dataclass(slots=True)
 class Progress:
-    """The progress of a run: steps done, and tokens with a target that it was trained on, over all ranks."""
+    """The progress of a run: steps done, and units of progress that it was trained on, over all ranks."""
 
     step: int = 0
-    ntokens_seen: int = 0
+    units_seen: int = 0
     skipped_steps: int = 0  # of `step`: those without an update, under training.on_nonfinite = "skip"
     wandb_run_id: str | None = None  # saved only if there is one
     settings: str | None = None  # of the run that saves, as JSON: see trainer/job/resume.py
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {_SAVED_AS.get(name, name): value for name, value in asdict(self).items() if value is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what was saved of these."""
+        for name in (each.name for each in fields(self)):
+            if (saved := _SAVED_AS.get(name, name)) in state:
+                setattr(self, name, state[saved])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +69,7 @@ class RunState:
             self.schedule.load_state_dict(sections[LR_SCHEDULER])
         if DATALOADER in sections:
             self.loader.load_state_dict(sections[DATALOADER])
-        for name, value in sections.get(TRAIN_STATE, {}).items():
-            setattr(self.progress, name, value)
+        self.progress.load_state_dict(sections.get(TRAIN_STATE, {}))
         for key, state in sections.get(RNG, {}).items():
             (torch.cuda.set_rng_state if key.startswith("cuda.") else torch.set_rng_state)(state)
 

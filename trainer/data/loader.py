@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from converters.common.errors import DataError
-from trainer.data.batch import Batch, batch_of
+from trainer.data.batch import TokenBatch, batch_of
 from trainer.data.position import STATE_VERSION, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules
 from trainer.data.samples import MixedSamples, SourceSamples, TokenSource, Weighted, refuse_too_few
@@ -54,7 +54,7 @@ class TokenLoader:
         refuse_too_few(self._samples, global_batch_size)
         self._samples.shuffle()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TokenBatch]:
         """Batches from the current position; the next one is read in a background thread."""
         if self._seed is None:
             self._consumed = 0
@@ -89,7 +89,7 @@ class TokenLoader:
             raise DataError(f"the checkpoint's data position is damaged: consumed_samples is {consumed!r}")
         self._consumed = consumed
 
-    def _read(self, start: int) -> Batch | None:
+    def _read(self, start: int) -> TokenBatch | None:
         """This rank's slice of the global batch that starts at place `start` of the order; None past the end."""
         first = start + self._first
         if self._seed is None and start + self._global_batch_size > self.num_samples:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from converters.common.errors import DataError
-from trainer.data.batch import Batch, batch_of
+from trainer.data.batch import TokenBatch, batch_of
 from trainer.data.position import RESTART_DATA, STATE_VERSION, STREAMS, refuse_other_position
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules, window_sample
 from trainer.data.virtual_stream import Encode, FilesOfText, Position, VirtualStream
@@ -56,7 +56,7 @@ class StreamLoader:
         self._positions = {number: Position() for group in self._groups for number in group}
         self._num_loads = 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[TokenBatch]:
         """Batches from the present position on; the next one is read in a background thread while one is in use.
 
         All ranks begin, or all raise what one of them met: none waits for a rank that has nothing to read.
@@ -96,12 +96,12 @@ class StreamLoader:
     def _open(self, number: int, position: Position) -> VirtualStream:
         return VirtualStream(self._text, self._encode, number, self._num_streams, seed=self._seed, position=position)
 
-    def _begin(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
+    def _begin(self, streams: Mapping[int, VirtualStream]) -> tuple[TokenBatch, dict[int, Position]]:
         with ThreadPoolExecutor(min(len(streams), _OPENED_AT_ONCE)) as threads:
             list(threads.map(VirtualStream.open, streams.values()))
         return self._read(streams)
 
-    def _read(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
+    def _read(self, streams: Mapping[int, VirtualStream]) -> tuple[TokenBatch, dict[int, Position]]:
         """This rank's next batch, and the positions of its streams after it."""
         samples = []
         for group in self._groups:

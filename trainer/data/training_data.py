@@ -1,10 +1,10 @@
 """Open the training data of a job: an index, a mixture of several, or a stream."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 import xxhash
@@ -14,7 +14,6 @@ from converters.store.hub_names import find_local
 from converters.tokenizers.assets import find_assets
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note
 from trainer.config.sections import Model, Training
-from trainer.data.batch import Batch
 from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocabulary
 from trainer.data.document_ends import with_end_token
 from trainer.data.document_text import document_encoder
@@ -27,18 +26,12 @@ from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
 from trainer.job.chosen_model import tokenizer_folder
-from trainer.job.job import Job
+from trainer.job.record import Job
+from trainer.next_token.numbers import documents_of
+from trainer.objective import Loader
 from trainer.observability.log import note
 from trainer.ranks.agree import on_each, on_first
 from trainer.ranks.mesh import Meshes
-
-
-class Loader(Protocol):
-    """Endless batches, and the position in them as plain values that are equal on all ranks."""
-
-    def __iter__(self) -> Iterator[Batch]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def text_preparation(model: Model, training: Training, dump_folder: Path, group: dist.ProcessGroup) -> Preparation:
@@ -68,7 +61,7 @@ def train_loader(job: Job, meshes: Meshes, preparation: Preparation, *, group: d
         dp_degree=batch.size(),
         seed=job.seed,
         pin_memory=job.config.dataloader.pin_memory,
-        documents=job.documents,
+        documents=documents_of(job),
     )
 
 

@@ -17,7 +17,7 @@ from converters.tokenizers.tokenizer import has_tokenizer, load_tokenizer, token
 from trainer.config.sections import Checkpoint, Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
-from trainer.job.job import Job
+from trainer.job.record import Job
 
 NO_TOKENIZER = "checkpoints will have no tokenizer: model.hf_assets_path is not set, and the data has none"
 

@@ -32,29 +32,21 @@ from trainer.checkpoints.step_folders import (
     steps_aside,
     steps_to_load,
 )
-from trainer.config.sections import Training, Validation
-from trainer.data.datasets import check_dataset, open_dataset, open_mixture
-from trainer.data.document_ends import with_end_token
-from trainer.data.index import HELD_OUT, TRAIN
-from trainer.data.kinds import TOKENS
-from trainer.data.position import POSITION_KEYS, refuse_other_position
-from trainer.data.sample import DocumentRules
-from trainer.data.samples import MixedSamples, SourceSamples, Weighted, refuse_too_few, refuse_too_many_steps
 from trainer.job.chosen_model import (
     chosen_model,
     refuse_other_form,
     refuse_other_model,
     selected_by_setting,
-    tokenizer_folder,
 )
 from trainer.job.dump_folder import check_config_file, try_dump_folder
 from trainer.job.hardware import check_hardware
-from trainer.job.job import Job
 from trainer.job.memory_bound import is_in_gpus, too_large_for_host
+from trainer.job.record import Job
 from trainer.job.resume import resumed_job
+from trainer.models.objectives import get_objective
+from trainer.objective import InputCheck
 from trainer.ranks.machine import Device
 
-_DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
 _Check = Callable[[], str | None]  # raises a TitanError, or returns what it could not check
 
 
@@ -70,22 +62,14 @@ class Checked:
 
 
 class _Inputs:
-    """A job's tokenizer as several checks need it, read once: a large one takes a second."""
+    """A job's model with its tokenizer as several checks need it, read once: a large one takes a second."""
 
     def __init__(self, job: Job):
         self.job = job
 
     @cached_property
-    def tokenizer(self) -> Path:
-        return tokenizer_folder(self.job.config.model, self.job.config.training)
-
-    @cached_property
     def info(self) -> ModelInfo:
         return chosen_model(self.job)
-
-    @cached_property
-    def documents(self) -> DocumentRules:
-        return with_end_token(self.job.documents, self.tokenizer)
 
 
 def check_run(job: Job, device: Device | None, *, has_all_files: bool = True) -> Checked:
@@ -136,34 +120,11 @@ def raise_all(errors: list[TitanError]) -> None:
         )
 
 
-def _checks(job: Job, inputs: _Inputs) -> Iterator[tuple[tuple[str, ...], _Check]]:
+def _checks(job: Job, inputs: _Inputs) -> Iterator[InputCheck]:
     """Checks, each with the config keys that it depends on."""
-    config = job.config
-    training, validation = config.training, config.validation
-
-    def check_data(name: str, path: str | None, section: str) -> str:
-        return check_dataset(
-            name,
-            path,
-            split=TRAIN if section == "training" else HELD_OUT,
-            vocab_size=job.args.vocab_size,
-            tokenizer=inputs.tokenizer,
-            needs_offsets=job.documents.needs_offsets,
-        )
-
-    yield ("training.document_mask",), partial(_check_end_token, inputs)
     yield ("job.dump_folder",), partial(_check_folders, job)
     yield ("model.hf_assets_path",), partial(_check_tokenizer, inputs)
-    for section, settings in (("training", training), ("validation", validation)):
-        if section == "validation" and not validation.enable:
-            continue
-        keys = tuple(f"{section}.{key}" for key in _DATA_KEYS) + (
-            ("validation.enable",) if settings is validation else ()
-        )
-        for path in dict(settings.dataset_mix) or (settings.dataset_path,):
-            yield keys, partial(check_data, settings.dataset, path, section)
-        if settings.dataset == TOKENS:
-            yield keys, partial(_check_samples, inputs, settings)
+    yield from get_objective(job.family.name).input_checks(job)
     yield ("checkpoint.last_save_in_hf", "checkpoint.last_save_in_torchtune"), partial(_check_exports, inputs)
 
 
@@ -204,61 +165,10 @@ def _check_tokenizer(inputs: _Inputs) -> None:
     _ = inputs.info
 
 
-def _check_end_token(inputs: _Inputs) -> None:
-    _ = inputs.documents
-
-
 def _check_exports(inputs: _Inputs) -> None:
     config = inputs.job.config
     folders = export_folders(Path(config.job.dump_folder), config.checkpoint)
     look_at_exports(folders, inputs.info, dtype=config.checkpoint.export_dtype)
-
-
-def _check_position(inputs: _Inputs, path: Path) -> None:
-    """The position in an index; that in a text is compared when it has been tokenized."""
-    job = inputs.job
-    training, state = job.config.training, dict[str, Any]()
-    with suppress(CheckpointError):  # a damaged file: loading takes the step before
-        state = read_data_position(path)
-    if training.dataset != TOKENS or job.documents.packing == "best_fit" or not state:
-        return
-    keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": inputs.documents}
-    vocab_size = job.args.vocab_size
-    samples: MixedSamples | SourceSamples
-    if training.dataset_mix:
-        sources = open_mixture(training.dataset, training.dataset_mix, vocab_size=vocab_size)
-        samples = MixedSamples(sources, TRAIN, **keys)
-    else:
-        source = open_dataset(training.dataset, training.dataset_path, vocab_size=vocab_size)
-        samples = SourceSamples(source, TRAIN, **keys)
-    expected = {**dict.fromkeys(POSITION_KEYS), "fingerprint": samples.fingerprint_of(samples.cut), "seed": job.seed}
-    refuse_other_position(state, expected, samples)
-
-
-def _check_samples(inputs: _Inputs, settings: Training | Validation) -> None:
-    """The sources of a mixture together, and the number of samples; packing them takes too long."""
-    job, config = inputs.job, inputs.job.config
-    vocab_size, is_training = job.args.vocab_size, settings is config.training
-    if settings.dataset_mix:
-        sources = open_mixture(settings.dataset, settings.dataset_mix, vocab_size=vocab_size)
-    else:
-        path = settings.dataset_path
-        sources = [Weighted(str(path), open_dataset(settings.dataset, path, vocab_size=vocab_size), 1.0)]
-    if job.documents.packing == "best_fit":
-        return
-    batch_size = job.samples_per_step if is_training else config.validation.local_batch_size * job.dims.batch
-    for source in sources:
-        samples = SourceSamples(
-            source.source,
-            TRAIN if is_training else HELD_OUT,
-            seq_len=settings.seq_len,
-            seed=job.seed,
-            documents=inputs.documents,
-        )
-        if settings is config.validation:
-            num_batches = samples.num_samples // batch_size
-            refuse_too_many_steps(config.validation.steps, num_batches, name=source.name, batch_size=batch_size)
-        refuse_too_few(samples, 1 if is_training and settings.dataset_mix else batch_size)
 
 
 def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Path | None]:
@@ -289,7 +199,11 @@ def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Path | None]:
                 refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
                 whole = [initial]
     if whole and DATALOADER not in excluded:
-        _check_position(inputs, whole[0])
+        position: dict[str, Any] = {}
+        with suppress(CheckpointError):  # a damaged file: loading takes the step before
+            position = read_data_position(whole[0])
+        if position:
+            get_objective(job.family.name).check_position(job, position)
     if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
         job = resumed_job(job, recorded, say=lambda line: None)
     return job, whole[0] if whole else None

@@ -1,109 +1,27 @@
-"""The job record: config, model numbers, degrees and stage split, resolved and checked once, before anything is built.
+"""Resolve a config and a number of ranks into the job record, and check it, before anything is built.
 
 Torch-free. Every problem of a layout is reported at once, each with the nearest values that work.
 """
 
-from dataclasses import dataclass
-from math import ceil, gcd
+from math import gcd
 
 from converters.common.errors import ConfigError, list_offenders
-from converters.families.base import DynamicRope, Family, ModelArgs
+from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout.mesh_check import uneven_over_tp
 from converters.layout.mesh_shape import AXES, MeshShape
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
-from trainer.data.kinds import data_problems
-from trainer.data.sample import DocumentRules
-from trainer.loss.registry import is_loss_parallel, loss_problems, num_loss_chunks
-from trainer.models.registry import get_trainer_family
+from trainer.job.record import Job, nearest_multiples
+from trainer.models.objectives import get_objective
+from trainer.objective import support_problems
 from trainer.observability.profiling import profiling_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
-from trainer.parallel.document_mask import document_problems, document_rules
 from trainer.parallel.experts import expert_problems
-from trainer.parallel.float8 import float8_problems, is_float8
-from trainer.parallel.fsdp import is_fsdp, offload_problems
-from trainer.parallel.stages import StageSplit, schedule_of, split_model, stage_problems
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A run: the computation, and the layout of its ranks. `resolve_job` makes it and checks it."""
-
-    config: Config
-    family: Family
-    args: ModelArgs
-    dims: MeshShape
-    split: StageSplit
-
-    @staticmethod
-    def of(config: Config, args: ModelArgs, dims: MeshShape) -> "Job":
-        """A job of a layout that was checked before. `args` may differ from the flavor's."""
-        family = get_family(config.model.name)
-        split = split_model(config.parallelism, family.units(args), dims.pp)
-        return Job(config, family, args, dims, split)
-
-    @property
-    def seed(self) -> int:
-        """Seed of the initial weights and of the data order."""
-        return self.config.debug.seed or 0
-
-    @property
-    def documents(self) -> DocumentRules:
-        """The treatment of documents in samples and attention."""
-        return document_rules(self.config, self.family)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the whole model."""
-        return self.family.num_parameters(self.args)
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Number of parameters that a token is multiplied with: fewer in a mixture of experts."""
-        return self.family.num_active_parameters(self.args)
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples of one optimizer step over all ranks."""
-        return samples_per_step(self.config.training, self.dims.batch)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step over all ranks, padding included."""
-        return self.samples_per_step * self.config.training.seq_len
-
-    @property
-    def num_accumulated(self) -> int:
-        """Forward and backward passes of one optimizer step (gradient accumulation)."""
-        return self.samples_per_step // (self.config.training.local_batch_size * self.dims.batch)
-
-    @property
-    def microbatch_size(self) -> int:
-        """Samples of one forward pass: a pipeline's microbatch, else the local batch."""
-        return _microbatch_size(self.config, self.dims)
-
-    @property
-    def loss_chunks(self) -> int:
-        """Chunks of the chunked loss in one forward pass."""
-        return _loss_chunks(self.config, self.args, self.dims)
-
-    @property
-    def chunk_tokens(self) -> int:
-        """Tokens of one of these chunks."""
-        return ceil(_forward_tokens(self.config, self.dims) / self.loss_chunks)
-
-    @property
-    def schedule(self) -> str:
-        """The pipeline's, which the number of microbatches may change."""
-        return schedule_of(self.config.parallelism, num_microbatches=self.num_microbatches, pp=self.dims.pp)
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches that each pass sends through the pipeline; 1 without a pipeline."""
-        return self.config.training.local_batch_size // self.microbatch_size
+from trainer.parallel.fsdp import offload_problems
+from trainer.parallel.stages import split_model, stage_problems
 
 
 def resolve_job(
@@ -209,50 +127,26 @@ def _fixed_degrees(parallelism: Parallelism) -> int:
 def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
     """Everything about degrees, model and batch that does not fit, with the nearest values that do."""
     training, parallelism, family = config.training, config.parallelism, get_family(config.model.name)
-    schedule = parallelism.pipeline_parallel_schedule
+    units, objective = family.units(args), get_objective(family.name)
+    has_stages, schedule = dims.pp > 1, parallelism.pipeline_parallel_schedule
     compiles_model = compiles(config.compile, "model")
+    staging = stage_problems(parallelism, training, units, dims.pp) if has_stages else []
+    # What cannot be split is looked at as one stage, so that its other problems are reported, too
+    job = Job(config, family, args, dims, split_model(parallelism, units, 1 if staging else dims.pp))
     return [
         *_tensor_problems(args, dims.tp),
         *expert_problems(config, family, args, dims),
         *offload_problems(training, dims),
-        *(
-            float8_problems(
-                config.float8,
-                training,
-                args,
-                dims,
-                microbatch_size=_microbatch_size(config, dims),
-                loss_chunks=_loss_chunks(config, args, dims),
-                compiles_model=compiles_model,
-                uses_fsdp=is_fsdp(training, parallelism, config.float8, dims),
-            )
-            if is_float8(config.model)
-            else ()
-        ),
-        *_sequence_problems(config, args, dims),
         *_batch_problems(training, dims),
-        *data_problems(training, config.validation, dims),
-        *document_problems(
-            config,
-            family,
-            args,
-            dims,
-            takes_documents=get_trainer_family(config.model.name).takes_documents,
-        ),
-        *loss_problems(
-            training.loss,
-            dims,
-            is_loss_parallel=is_loss_parallel(parallelism, dims),
-            compiles_loss=compiles(config.compile, "loss"),
-            schedule=schedule,
-        ),
+        *support_problems(objective, job),
+        *objective.problems(job),
         *profiling_problems(config.profiling),
         *checkpoint_problems(config.checkpoint, config.model),
-        *(stage_problems(parallelism, training, family.units(args), dims.pp) if dims.pp > 1 else ()),
+        *staging,
         *activation_checkpoint_problems(
-            config.activation_checkpoint, compiles_model=compiles_model, schedule=schedule if dims.pp > 1 else None
+            config.activation_checkpoint, compiles_model=compiles_model, schedule=schedule if has_stages else None
         ),
-        *compile_problems(config.compile, schedule=schedule if dims.pp > 1 else None),
+        *compile_problems(config.compile, schedule=schedule if has_stages else None),
         *async_tensor_problems(parallelism, config.compile, tp=dims.tp),
     ]
 
@@ -260,32 +154,6 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
 def _tensor_problems(args: ModelArgs, tp: int) -> list[str]:
     uneven = uneven_over_tp(args, tp)
     return [f"parallelism.tensor_parallel_degree = {tp} {uneven}"] if uneven else []
-
-
-def _sequence_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    lengths = {"training.seq_len": config.training.seq_len}
-    if config.validation.enable:
-        lengths["validation.seq_len"] = config.validation.seq_len
-    divisor = sequence_divisor(dims)
-    why = "tp × 2·cp" if dims.cp > 1 else "tp"
-    problems = [
-        f"{key} = {length} is not a multiple of {divisor} ({why}); nearest: {nearest_multiples(length, divisor)}"
-        for key, length in lengths.items()
-        if length % divisor
-    ]
-    if isinstance(args.rope_scaling, DynamicRope):
-        problems += [
-            f"{key} = {length} is beyond the model's {args.max_seq_len} tokens: there the frequencies of a RoPE of type"
-            f" dynamic depend on the length, which is not supported; nearest: {args.max_seq_len // divisor * divisor}"
-            for key, length in lengths.items()
-            if length > args.max_seq_len
-        ]
-    return problems
-
-
-def sequence_divisor(dims: MeshShape) -> int:
-    """A divisor of all sequence lengths: sequence parallelism splits it tp times, head-tail sharding 2·cp times."""
-    return dims.tp * (2 * dims.cp if dims.cp > 1 else 1)
 
 
 def _batch_problems(training: Training, dims: MeshShape) -> list[str]:
@@ -296,38 +164,3 @@ def _batch_problems(training: Training, dims: MeshShape) -> list[str]:
         f"training.global_batch_size = {total} is not a multiple of {step}"
         f" (local_batch_size × data-parallel degree {dims.batch}); nearest: {nearest_multiples(total, step)}"
     ]
-
-
-def samples_per_step(training: Training, dp_degree: int) -> int:
-    """Samples of one step over all ranks; more than one pass of each rank takes is accumulated."""
-    size = training.global_batch_size
-    return training.local_batch_size * dp_degree if size == -1 else size
-
-
-def _microbatch_size(config: Config, dims: MeshShape) -> int:
-    return config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else config.training.local_batch_size
-
-
-def _forward_tokens(config: Config, dims: MeshShape) -> int:
-    """Tokens of one forward pass on a context rank."""
-    return _microbatch_size(config, dims) * config.training.seq_len // dims.cp
-
-
-def _loss_chunks(config: Config, args: ModelArgs, dims: MeshShape) -> int:
-    return num_loss_chunks(
-        config.training.loss_chunks,
-        num_tokens=_forward_tokens(config, dims),
-        num_columns=args.vocab_size // (dims.tp if is_loss_parallel(config.parallelism, dims) else 1),
-        is_compiled=compiles(config.compile, "loss"),
-    )
-
-
-def nearest_multiples(value: int, divisor: int) -> str:
-    """The multiples on either side of a value, as text."""
-    return " or ".join(map(str, multiples_near(value, divisor)))
-
-
-def multiples_near(value: int, divisor: int) -> list[int]:
-    """The multiples on either side of a value."""
-    below = value // divisor * divisor
-    return [n for n in (below, below + divisor) if n > 0]

@@ -17,7 +17,7 @@ from converters.common.errors import ConfigError
 from converters.common.sizes import format_bytes
 from converters.families.base import EMBEDDING, OUTPUT, Parameter, unit_of
 from converters.layout.layout import local_box
-from trainer.job.job import Job
+from trainer.job.record import Job
 from trainer.parallel.ddp import is_ddp
 from trainer.ranks.machine import available_bytes, machine_identity, not_enough_memory
 

@@ -21,7 +21,8 @@ from trainer.config.show import toml_text
 from trainer.data.index import digest_of
 from trainer.data.kinds import C4, divisors, streams_of
 from trainer.data.position import RESTART_DATA
-from trainer.job.job import Job, multiples_near
+from trainer.job.record import Job, multiples_near
+from trainer.next_token.numbers import documents_of
 from trainer.observability.log import note
 from trainer.parallel.float8 import is_float8
 
@@ -54,7 +55,7 @@ def settings_of(job: Job, info: ModelInfo) -> dict[str, Any]:
     settings |= {
         BATCH: job.samples_per_step,
         NUM_STREAMS: streams_of(training, job.dims.batch),
-        "training.document_mask": job.documents.mask,
+        "training.document_mask": documents_of(job).mask,
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or training.steps,
         "optimizer.state_dtype": config.optimizer.state_dtype or training.dtype,
         "debug.seed": job.seed,

@@ -4,14 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from converters.common.names import METRICS_FILE
-from converters.tokenizers.notes import tokenizer_notes
-from converters.tokenizers.reader import vocabulary_file
-from converters.tokenizers.tokenizer import document_ends
 from trainer.checkpoints.problems import is_saving
 from trainer.config.sections import Config
-from trainer.job.chosen_model import NO_TOKENIZER
 from trainer.job.inputs import Checked
-from trainer.job.job import Job
+from trainer.job.record import Job
+from trainer.models.objectives import get_objective
 from trainer.parallel.float8 import float8_notes, is_float8
 
 
@@ -31,13 +28,9 @@ def header_lines(checked: Checked, *, device: str) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in rows.items()]
 
 
-def text_and_precision_notes(job: Job, assets: Mapping[str, Path]) -> list[str]:
-    """Notes on the tokenizer among `assets`, on documents, and on float8."""
-    notes = [*tokenizer_notes(assets)] if assets else [NO_TOKENIZER]
-    if vocabulary_file(assets):
-        notes.append(document_ends(assets).described)
-    if job.documents.mask != "none":
-        notes.append(f"attention stays within documents; mask: {job.documents.mask}, packing: {job.documents.packing}")
+def notes_of(job: Job, assets: Mapping[str, Path]) -> list[str]:
+    """Notes on what is learned, with the tokenizer among `assets`, and on float8."""
+    notes = get_objective(job.family.name).notes(job, assets)
     if is_float8(job.config.model):
         notes += float8_notes(job.config.float8, job.config.training, job.args)
     return notes
@@ -51,8 +44,10 @@ def _model(job: Job) -> str:
 
 
 def _step(job: Job) -> str:
-    samples = f"{job.samples_per_step:,} sample{'s' if job.samples_per_step > 1 else ''}"
-    text = f"{samples} of {job.config.training.seq_len:,} tokens: {job.tokens_per_step:,} tokens"
+    objective = get_objective(job.family.name)
+    text = f"{job.samples_per_step:,} sample{'s' if job.samples_per_step > 1 else ''}"
+    if (size := objective.units_per_sample(job)) > 1:
+        text += f" of {size:,} {objective.unit}: {objective.units_per_step(job):,} {objective.unit}"
     return text + (f", in {job.num_accumulated:,} passes" if job.num_accumulated > 1 else "")
 
 

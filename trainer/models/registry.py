@@ -9,6 +9,7 @@ from converters.common.extensions import ExtensionError, check_attributes, check
 from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
 from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
+from trainer.objective import Objective, check_objective
 
 if TYPE_CHECKING:
     from trainer.models.units import ModelPart
@@ -16,20 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFamily:
-    """Building and sharding of the model of the `converters` Family of the same name.
+    """Building, sharding and objective of the model of the `converters` Family of the same name.
 
-    The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
-    stage may remove, `units()`, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which
-    also takes `scale`, the factor of the scores, and `sinks_N=`. An attention with a window, chunk or sinks has them in
-    `kind`. Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked
-    loss calls it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as
-    Transformer's it passes what `make_mask` makes of the documents to every inner attention.
+    Every model has `units()` and `tie()`, as ModelPart. One that predicts the next token has `tok_embeddings`,
+    `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline stage may remove, and
+    `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which also takes `scale`, the factor of the
+    scores, and `sinks_N=`. An attention with a window, chunk or sinks has them in `kind`. Forward ends with a call
+    of `output`, if there is one, which must treat each token separately: a chunked loss calls it on chunks of the
+    tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as Transformer's it passes what
+    `make_mask` makes of the documents to every inner attention.
     """
 
     build_model: "Callable[[ModelArgs], ModelPart]"  # or a module with the same methods
     tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]] = tensor_plan
     initial_distribution: Callable[[Parameter, ModelArgs], Distribution] = initial_distribution
     takes_documents: bool = False
+    objective: Objective | None = None  # None: to predict the next token
 
 
 def _build_llama3(args: ModelArgs) -> "ModelPart":
@@ -80,6 +83,8 @@ def register(name: str, family: TrainerFamily) -> None:
     check_call(family.build_model, ("args",), f"`build_model` of family {name!r}")
     check_call(family.tensor_plan, ("parameters",), f"`tensor_plan` of family {name!r}")
     check_call(family.initial_distribution, ("parameter", "args"), f"`initial_distribution` of family {name!r}")
+    if family.objective is not None:
+        check_objective(family.objective, name)
     _FAMILIES[name] = family
 
 
@@ -119,8 +124,10 @@ def check_modules(model: Any, family: str) -> None:
     """Raise ExtensionError if a family's model (a user's own) lacks what training and inference replace or call."""
     what = f"the model of family {family!r}"
     trained = get_trainer_family(family)
-    names = ("tok_embeddings", "layers", "norm", "output", "units", "tie", "forward")
-    check_attributes(model, names, what, made_by=trained.build_model)
+    check_attributes(model, ("units", "tie", "forward"), what, made_by=trained.build_model)
+    if trained.objective is not None:
+        return
+    check_attributes(model, ("tok_embeddings", "layers", "norm", "output"), what)
     documents = ("documents",) if trained.takes_documents else ()
     check_call(model.forward, ("x", "positions", *documents), f"`forward` of {what}")
     check_attributes(model.layers, ("items",), f"`layers` of {what}, which is a ModuleDict by number,")

@@ -16,7 +16,8 @@ from converters.common.names import METRICS_FILE
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Metrics
 from trainer.config.show import as_json
-from trainer.job.job import Job
+from trainer.job.record import Job
+from trainer.models.objectives import get_objective
 from trainer.observability.log import note, shown_ranks
 from trainer.observability.sinks import (
     ConsoleSink,
@@ -27,7 +28,7 @@ from trainer.observability.sinks import (
     open_registered_sinks,
 )
 from trainer.observability.status_line import StepProgress, erase, is_possible
-from trainer.observability.throughput import StepClock, flops_per_token, peak_memory
+from trainer.observability.throughput import StepClock, peak_memory
 from trainer.observability.wandb_sink import WandbSink
 from trainer.optim.expert_balance import ExpertLoad
 from trainer.ranks.gpus import data_sheet
@@ -49,20 +50,16 @@ class Report:
         """
         self._wandb: WandbSink | None = None
         self._of_one_rank: list[MetricSink] = []  # sinks whose memory is this rank's, not the most of all ranks
+        self._objective = get_objective(job.family.name)
+        self._units_per_step = self._objective.units_per_step(job)
         self._sinks = self._open_sinks(job, progress, rank)
         is_alone = shown_ranks(dist.get_world_size()) == {rank}  # several ranks would replace each other's line
         self._progress = StepProgress(job.config.training.steps) if is_alone and is_possible() else None
         config = job.config
         self._device, self._num_ranks, self._batch_rank = device, dist.get_world_size(), batch_rank
         self._every, self._num_steps = config.metrics.log_freq, config.training.steps
-        self._tokens_per_step = job.tokens_per_step
         self._clock = StepClock(
-            flops_per_token=flops_per_token(
-                job.args,
-                num_parameters=job.num_active_parameters,
-                seq_len=config.training.seq_len,
-                value_dim=job.family.value_dim(job.args),
-            ),
+            flops_per_unit=self._objective.flops_per_unit(job),
             num_ranks=self._num_ranks,
             peak=data_sheet(torch.cuda.get_device_name(device)).bf16_flops if device.type == "cuda" else None,
         )
@@ -76,7 +73,8 @@ class Report:
                 prefix="" if shown == {0} else f"[rank {rank}] ",
                 color=not settings.disable_color_printing and "NO_COLOR" not in os.environ,
                 num_steps=job.config.training.steps,
-                tokens_per_step=job.tokens_per_step,
+                unit=self._objective.unit,
+                units_per_step=self._units_per_step,
             )
             sinks.append(console)
             if shown != {0}:
@@ -101,7 +99,7 @@ class Report:
 
     def step(self, progress: Progress, result: StepResult, *, lr: float) -> None:
         """Count a step; log it if it is the first, the last, or one of every `metrics.log_freq`."""
-        self._clock.count_step(self._tokens_per_step)
+        self._clock.count_step(self._units_per_step)
         if self._progress and progress.step < self._num_steps:
             self._progress.update(progress.step)
         if progress.step % self._every and progress.step not in (1, self._num_steps):
@@ -110,18 +108,19 @@ class Report:
         of_all = self._of_all_ranks(result, memory)
         if not self._sinks:
             return
+        unit = self._objective.unit
         metrics = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "tokens_per_sec": speed.tokens_per_sec,
-            "tokens_per_sec_per_rank": speed.tokens_per_sec / self._num_ranks,
-            "tflops_per_rank": speed.tflops_per_rank,
+            f"{unit}_per_sec": speed.units_per_sec,
+            f"{unit}_per_sec_per_rank": speed.units_per_sec / self._num_ranks,
+            **({} if speed.tflops_per_rank is None else {"tflops_per_rank": speed.tflops_per_rank}),
             **({} if speed.mfu is None else {"mfu": speed.mfu}),
             "step_secs": speed.secs_per_step,
             "data_secs": speed.data_secs,
             **of_all,
-            "ntokens_seen": progress.ntokens_seen,
+            f"n{unit}_seen": progress.units_seen,
             "skipped_steps": progress.skipped_steps,
             **load_metrics(result.expert_loads),
         }
@@ -129,17 +128,17 @@ class Report:
             sink.log(progress.step, metrics | memory if sink in self._of_one_rank else metrics)
 
     def _of_all_ranks(self, result: StepResult, memory: Mapping[str, float]) -> dict[str, float]:
-        """The largest mean loss of a data-parallel rank's own tokens, and the most memory of a rank."""
-        share = result.own or OwnShare(result.loss, result.num_valid_tokens)
-        row = [self._batch_rank, share.loss, share.num_valid_tokens, *memory.values()]
+        """The largest mean loss of a data-parallel rank's own units, and the most memory of a rank."""
+        share = result.own or OwnShare(result.loss, result.num_units)
+        row = [self._batch_rank, share.loss, share.num_units, *memory.values()]
         local = torch.tensor(row, dtype=torch.float64, device=self._device)
         gathered = [torch.empty_like(local) for _ in range(self._num_ranks)]
         dist.all_gather(gathered, local)
         columns = torch.stack(gathered).T.tolist()
-        shares, tokens = Counter[float](), dict(zip(columns[0], columns[2], strict=True))
+        shares, units = Counter[float](), dict(zip(columns[0], columns[2], strict=True))
         for batch_rank, loss in zip(columns[0], columns[1], strict=True):
             shares[batch_rank] += loss
-        means = [shares[rank] * result.num_valid_tokens / num for rank, num in tokens.items() if num]
+        means = [shares[rank] * result.num_units / num for rank, num in units.items() if num]
         most = [max(column) for column in columns[3:]]
         return {"max_loss": max(means, default=result.loss), **dict(zip(memory, most, strict=True))}
 
@@ -178,7 +177,7 @@ class Report:
 
 
 def load_metrics(loads: Sequence[ExpertLoad]) -> dict[str, float]:
-    """The worst load and the number of experts without a token, of each layer with experts and of all."""
+    """The worst load and the number of experts without work, of each layer with experts and of all."""
     if not loads:
         return {}
     return {

@@ -97,16 +97,16 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 class ConsoleSink:
     """One line per record on stdout. `prefix` begins each line; `num_steps` is the length of the run, for the ETA."""
 
-    def __init__(self, *, prefix: str, color: bool, num_steps: int, tokens_per_step: int):
+    def __init__(self, *, prefix: str, color: bool, num_steps: int, unit: str, units_per_step: int):
         self._prefix, self._color = prefix, color and sys.stdout.isatty()
-        self._num_steps, self._tokens_per_step = num_steps, tokens_per_step
+        self._num_steps, self._unit, self._units_per_step = num_steps, unit, units_per_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if "validation_loss" in metrics:
             line = validation_line(step, metrics)
         else:
-            secs_per_step = self._tokens_per_step / metrics["tokens_per_sec"]
-            line = step_line(step, metrics, eta_secs=secs_per_step * (self._num_steps - step))
+            secs_per_step = self._units_per_step / metrics[f"{self._unit}_per_sec"]
+            line = step_line(step, metrics, unit=self._unit, eta_secs=secs_per_step * (self._num_steps - step))
         line = self._prefix + line
         if sys.stdout.isatty():
             erase()
@@ -176,17 +176,17 @@ def _last_logged_step(path: Path) -> int:
     return last
 
 
-def step_line(step: int, metrics: Mapping[str, float], *, eta_secs: float) -> str:
+def step_line(step: int, metrics: Mapping[str, float], *, unit: str, eta_secs: float) -> str:
     """The console line of a training step."""
-    tflops = metrics["tflops_per_rank"]
     parts = [
         f"step {step:>6}",
         f"loss {metrics['loss']:.4f}",
         f"grad_norm {metrics['grad_norm']:.4f}",
         f"lr {metrics['lr']:.2e}",
-        f"tokens/s {metrics['tokens_per_sec']:,.0f}",
-        f"TFLOP/s {tflops:.{2 if tflops >= 1 else 4}f}",
+        f"{unit}/s {metrics[f'{unit}_per_sec']:,.0f}",
     ]
+    if (tflops := metrics.get("tflops_per_rank")) is not None:
+        parts.append(f"TFLOP/s {tflops:.{2 if tflops >= 1 else 4}f}")
     if "mfu" in metrics:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     in_use = f" ({metrics['memory_allocated_gib']:.2f} in use)" if "memory_allocated_gib" in metrics else ""
@@ -201,8 +201,9 @@ def step_line(step: int, metrics: Mapping[str, float], *, eta_secs: float) -> st
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
     """The console line of a validation."""
-    loss, perplexity = metrics["validation_loss"], metrics["validation_perplexity"]
-    line = f"step {step:>6}  held-out loss {loss:.4f}  perplexity {perplexity:.2f}"
+    line = f"step {step:>6}  held-out loss {metrics['validation_loss']:.4f}"
+    if "validation_perplexity" in metrics:
+        line += f"  perplexity {metrics['validation_perplexity']:.2f}"
     if "validation_unigram_entropy" in metrics:
         line += f"  unigram entropy {metrics['validation_unigram_entropy']:.4f}"
     return line

@@ -8,20 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from converters.common.sizes import GIB
-from converters.families.base import ModelArgs
-
-
-def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int, value_dim: int | None = None) -> int:
-    """6·N + 6·L·(d + v)·s: forward and backward of the matrix products, and of full (not causal) attention.
-
-    d and v are the features of all heads of q and of v; v's are as many unless `value_dim` says how many a head has.
-    N is `num_parameters` (of a mixture of experts the active ones) without the input embedding, which is a lookup,
-    unless it is tied and so the output projection too. Published MFU figures (torchtitan, NVIDIA's benchmarks) use this
-    count.
-    """
-    num_matmul = num_parameters - (0 if args.tied else args.vocab_size * args.dim)
-    of_a_head = args.head_dim + (value_dim or args.head_dim)
-    return 6 * num_matmul + 6 * args.num_layers * args.num_heads * of_a_head * seq_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +16,23 @@ class Throughput:
 
     secs_per_step: float
     data_secs: float  # per step, waiting for its samples
-    tokens_per_sec: float
-    tflops_per_rank: float
+    units_per_sec: float
+    tflops_per_rank: float | None
     mfu: float | None
 
 
 class StepClock:
     """Measures the steps between two log lines."""
 
-    def __init__(self, *, flops_per_token: int, num_ranks: int, peak: float | None):
-        self._flops_per_token = flops_per_token
+    def __init__(self, *, flops_per_unit: int | None, num_ranks: int, peak: float | None):
+        self._flops_per_unit = flops_per_unit
         self._num_ranks = num_ranks
         self._peak = peak
         self.restart()
 
     def restart(self) -> None:
         """Reset all counts."""
-        self._num_tokens = 0
+        self._num_units = 0
         self._num_steps = 0
         self._secs = 0.0
         self._data_secs = 0.0
@@ -65,23 +51,23 @@ class StepClock:
         yield
         self._data_secs += time.perf_counter() - since
 
-    def count_step(self, num_tokens: int) -> None:
-        """Count a step over `num_tokens` tokens of all ranks, padding included."""
-        self._num_tokens += num_tokens
+    def count_step(self, num_units: int) -> None:
+        """Count a step over `num_units` units of progress of all ranks, padding included."""
+        self._num_units += num_units
         self._num_steps += 1
 
     def read(self) -> Throughput:
         """The speed since the last call."""
         self.pause()
         secs = max(self._secs, 1e-9)
-        tokens_per_sec = self._num_tokens / secs
-        flops = tokens_per_sec * self._flops_per_token / self._num_ranks
+        units_per_sec = self._num_units / secs
+        flops = units_per_sec * self._flops_per_unit / self._num_ranks if self._flops_per_unit is not None else None
         reading = Throughput(
             secs_per_step=secs / max(self._num_steps, 1),
             data_secs=self._data_secs / max(self._num_steps, 1),
-            tokens_per_sec=tokens_per_sec,
-            tflops_per_rank=flops / 1e12,
-            mfu=flops / self._peak if self._peak else None,
+            units_per_sec=units_per_sec,
+            tflops_per_rank=None if flops is None else flops / 1e12,
+            mfu=flops / self._peak if flops is not None and self._peak else None,
         )
         self.restart()
         return reading

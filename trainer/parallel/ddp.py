@@ -2,7 +2,7 @@
 
 Not torch's DistributedDataParallel, which changes its gradient buckets after the first step: with three or more ranks a
 resumed run would then sum in another order than an uninterrupted one. Here each gradient is reduced separately, always
-in the same order; parameters of language models are large enough for that. Torch is imported inside functions.
+in the same order; parameters of large models are large enough for that. Torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
+    from trainer.batch import Inputs
     from trainer.runner import Runner
 
 
@@ -38,16 +39,9 @@ class Replicated:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
 
-    def forward_backward(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        num_valid_tokens: Tensor | float,
-        **documents: Tensor,
-    ) -> Tensor:
+    def forward_backward(self, inputs: Inputs, num_units: Tensor | float) -> Tensor:
         self._take_own_share()
-        loss = self._runner.forward_backward(tokens, targets, positions, num_valid_tokens, **documents)
+        loss = self._runner.forward_backward(inputs, num_units)
         for waiting, gradient, reduced in self._sums:
             waiting.wait()
             if reduced is not gradient:
@@ -56,8 +50,8 @@ class Replicated:
         self._is_summed = not self._is_accumulating
         return loss
 
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
-        return self._runner.forward_loss(tokens, targets, positions, **documents)
+    def forward_loss(self, inputs: Inputs) -> Tensor:
+        return self._runner.forward_loss(inputs)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

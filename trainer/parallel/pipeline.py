@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages are the model with modules removed; torch's schedules run the microbatches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from trainer.batch import Inputs
 from trainer.parallel.stages import StageSplit
 
 if TYPE_CHECKING:
@@ -31,23 +32,11 @@ def keep_modules(model: "ModelPart", names: Sequence[str]) -> "ModelPart":
 
 
 @dataclass(frozen=True, slots=True)
-class Microbatch:
-    """Shapes between stages: tokens [B, L], hidden states [B, L / tp, D], at the end the summed loss."""
+class StageShapes:
+    """Shapes between stages; the last one returns the summed loss."""
 
-    size: int
-    local_len: int  # L: after context parallelism
-    sequence_shards: int  # tp, by sequence parallelism
-    dim: int
-    dtype: torch.dtype  # of hidden states
-
-    def tokens(self, *, device: str) -> Tensor:
-        return torch.empty(self.size, self.local_len, dtype=torch.int64, device=device)
-
-    def hidden_like(self, tokens_BL: Tensor) -> Tensor:
-        """An empty tensor for the hidden states of these tokens, on the same device."""
-        batch, length = tokens_BL.shape
-        shape = (batch, length // self.sequence_shards, self.dim)
-        return torch.empty(shape, dtype=self.dtype, device=tokens_BL.device)
+    x: Tensor  # of one microbatch, on the meta device: what the first stage gets
+    hidden_like: Callable[[Tensor], Tensor]  # x → an empty tensor for what stages pass on, on the same device
 
 
 class _Stage(PipelineStage):
@@ -73,14 +62,14 @@ class Pipeline:
         group: dist.ProcessGroup,
         *,
         schedule: str,
-        microbatch: Microbatch,
+        shapes: StageShapes,
         num_microbatches: int,
         device: torch.device,
     ):
         self.parts = dict(zip(split.stages_of(dist.get_rank(group)), parts, strict=True))
         self.split, self.group, self.device = split, group, device
-        self.microbatch = microbatch
-        self.num_valid_tokens: Tensor | float = 1.0
+        self.shapes = shapes
+        self.num_units: Tensor | float = 1.0
         self.holds_last = split.num_stages - 1 in self.parts
         stages = [self._make_stage(index, part) for index, part in self.parts.items()]
         schedule_class = get_schedule_class(schedule)
@@ -93,48 +82,41 @@ class Pipeline:
 
     def _make_stage(self, index: int, part: nn.Module) -> PipelineStage:
         # Given shapes avoid torch's shape inference, which runs the model and sends pickles between ranks.
-        tokens = self.microbatch.tokens(device="meta")
-        hidden = self.microbatch.hidden_like(tokens).requires_grad_()
+        hidden = self.shapes.hidden_like(self.shapes.x).requires_grad_()
         is_last = index == self.split.num_stages - 1
         return _Stage(
             part,
             index,
             self.split.num_stages,
             self.device,
-            input_args=tokens if index == 0 else hidden,
+            input_args=self.shapes.x if index == 0 else hidden,
             output_args=torch.empty((), device="meta", requires_grad=True) if is_last else hidden,
             group=self.group,
         )
 
-    def _loss(self, loss_sum: Tensor, targets_BL: Tensor) -> Tensor:
+    def _loss(self, loss_sum: Tensor, unused: Tensor) -> Tensor:
         # Divided before backward; otherwise gradients would be thousands of times too large.
-        return loss_sum / self.num_valid_tokens
+        return loss_sum / self.num_units
 
-    def forward_backward(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor,
-        num_valid_tokens: Tensor | float,
-        **documents: Tensor,
-    ) -> Tensor:
+    def forward_backward(self, inputs: Inputs, num_units: Tensor | float) -> Tensor:
         """Run all microbatches; returns the loss on ranks with the last stage, 0 elsewhere."""
-        self.num_valid_tokens = num_valid_tokens
+        self.num_units = num_units
         losses: list[Tensor] = []
         # Every stage needs those of each microbatch
-        inputs = {"positions": positions.expand(tokens.shape[0], -1), "targets": targets} | documents
+        shared = {name: tensor.expand(len(inputs.x), *tensor.shape) for name, tensor in inputs.shared.items()}
         self.schedule.step(
-            *((tokens,) if 0 in self.parts else ()),
-            target=targets if self.holds_last else None,
+            *((inputs.x,) if 0 in self.parts else ()),
+            target=inputs.x if self.holds_last else None,  # with which torch calls `_loss`
             losses=losses if self.holds_last else None,
-            **inputs,
+            **shared,
+            **inputs.by_sample,
             return_outputs=False,
         )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     @torch.no_grad()
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
-        """The summed loss of a batch on ranks with the last stage, 0 elsewhere; forward only, no logits are kept.
+    def forward_loss(self, inputs: Inputs) -> Tensor:
+        """The summed loss of a batch on ranks with the last stage, 0 elsewhere; forward only, nothing is kept.
 
         All ranks compute one microbatch of a stage, then exchange results. What a rank sends and receives is one batch:
         NCCL would run single messages of a group one after the other, and a rank of several stages would wait for a
@@ -142,16 +124,16 @@ class Pipeline:
         """
         total = torch.zeros((), device=self.device)
         this_rank, ranks, last = dist.get_rank(self.group), self.split.ranks, self.split.num_stages - 1
-        samples = torch.split(tokens, self.microbatch.size)
-        split = {"targets": targets, **documents} | ({"positions": positions} if positions.ndim == 2 else {})
-        other_inputs = {name: torch.split(tensor, self.microbatch.size) for name, tensor in split.items()}
-        inputs = {(0, number): sample for number, sample in enumerate(samples)}  # by stage and microbatch
+        size = len(self.shapes.x)
+        samples = torch.split(inputs.x, size)
+        by_sample = {name: torch.split(tensor, size) for name, tensor in inputs.by_sample.items()}
+        received = {(0, number): sample for number, sample in enumerate(samples)}  # by stage and microbatch
         for computed in forward_order(ranks, len(samples)):
             messages = []
             if this_rank in computed:
                 stage, number = computed[this_rank]
-                arguments = {"positions": positions} | {name: parts[number] for name, parts in other_inputs.items()}
-                result = self.parts[stage](inputs.pop(computed[this_rank]), **arguments)
+                others = {name: parts[number] for name, parts in by_sample.items()}
+                result = self.parts[stage](received.pop(computed[this_rank]), **others, **inputs.shared)
                 if stage == last:
                     total += result
             for rank, (stage, number) in computed.items():
@@ -159,14 +141,14 @@ class Pipeline:
                     continue
                 following = stage + 1, number
                 if rank == ranks[stage + 1]:
-                    inputs[following] = result
+                    received[following] = result
                 elif rank == this_rank:
                     messages.append(
                         dist.P2POp(dist.isend, result.contiguous(), group=self.group, group_peer=ranks[stage + 1])
                     )
                 else:
-                    inputs[following] = self.microbatch.hidden_like(samples[number])
-                    messages.append(dist.P2POp(dist.irecv, inputs[following], group=self.group, group_peer=rank))
+                    received[following] = self.shapes.hidden_like(samples[number])
+                    messages.append(dist.P2POp(dist.irecv, received[following], group=self.group, group_peer=rank))
             for sent in dist.batch_isend_irecv(messages) if messages else ():
                 sent.wait()
         return total

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cut, play
 from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of, repetition
-from trainer.job.job import Job
+from trainer.job.record import Job
 from trainer.parallel.experts import has_experts
 from trainer.parallel.float8 import float8_filters, is_float8
 

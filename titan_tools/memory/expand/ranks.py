@@ -18,7 +18,7 @@ from titan_tools.memory.expand.templates import read_templates
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import NO_LAYER, Trace, layer_of
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job.job import Job
+from trainer.job.record import Job
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 
 

@@ -18,18 +18,17 @@ from converters.common.collector import collector_paused
 from converters.common.errors import UnsupportedError
 from titan_tools.memory.trace.coverage import chain
 from titan_tools.memory.trace.events import StepPoint, Trace, layer_of
-from titan_tools.memory.trace.kernels import CUBLAS_HANDLES, Kernels, cublas_bytes, use_kernels, with_document_attention
+from titan_tools.memory.trace.kernels import CUBLAS_HANDLES, Kernels, cublas_bytes, use_kernels, with_attention_of
 from titan_tools.memory.trace.offload import OffloadedTensors, OffloadRecorder, move_to_gpu, track_offload
 from titan_tools.memory.trace.recorder import Recorder, owner_of_many
 from titan_tools.memory.trace.tensors import RecordedTensors
 from titan_tools.memory.trace.tracking import track_modules, track_points
 from trainer.build import build
 from trainer.config.sections import Config
-from trainer.data.batch import Batch
-from trainer.job.job import Job
+from trainer.job.record import Job
+from trainer.models.objectives import get_objective
 from trainer.optim.clip import square_sums_on_gpu
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.document_mask import attention_kernel, needs_masks
 from trainer.ranks.mesh import make_meshes
 from trainer.ranks.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
@@ -45,9 +44,7 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
     model's depth only.
     """
     config, dims = job.config, job.dims
-    has_documents = job.documents.mask != "none"
-    if has_documents or needs_masks(job.family, job.args):
-        kernels = with_document_attention(kernels, attention_kernel(config, job.family))
+    kernels = with_attention_of(kernels, job)
     recorder = Recorder()
     offloaded: AbstractContextManager[None] = nullcontext()
     on_parameters_side: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -112,18 +109,10 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
             recorder.reclassify(step.clip.shares, "optimizer", owner=_owner_of_all(model, recorder))
             num_samples = job.samples_per_step // dims.batch
             for number in range(1, num_steps + 1):
-                _one_step(
-                    step,
-                    optimizer,
-                    config,
-                    recorder,
-                    number=number,
-                    num_samples=num_samples,
-                    has_documents=has_documents,
-                )
+                _one_step(step, optimizer, job, recorder, number=number, num_samples=num_samples)
             if config.validation.enable:
                 recorder.point = StepPoint(num_steps, "validation", microbatch=-1)
-                _validate(model, config, has_documents=has_documents)
+                _validate(model, job)
         return recorder.finish()
 
 
@@ -164,17 +153,16 @@ def _silence_torch_logs() -> Iterator[None]:
 def _one_step(
     step: TrainStep,
     optimizer: torch.optim.Optimizer,
-    config: Config,
+    job: Job,
     recorder: Recorder,
     *,
     number: int,
     num_samples: int,
-    has_documents: bool,
 ) -> None:
     """A step of the loop in trainer/train.py, with the recorder's points."""
     recorder.point = StepPoint(number, "forward", microbatch=-1)
     # The step alone holds the batch
-    step.run(_batch(num_samples, config.training.seq_len, has_documents=has_documents), optimizer)
+    step.run(get_objective(job.family.name).zeros(job, num_samples, False), optimizer)
     recorder.point = StepPoint(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 
@@ -185,20 +173,14 @@ def _label_gradients(model: TrainModel, recorder: Recorder) -> None:
             recorder.reclassify(parameter.grad, "gradients", owner=fqn)
 
 
-def _validate(model: TrainModel, config: Config, *, has_documents: bool) -> None:
+def _validate(model: TrainModel, job: Job) -> None:
     """The validation of trainer/validate.py, of one batch: the next ones do the same."""
     for part in model.parts:
         part.eval()
-    validation = config.validation
-    model.forward_loss(_batch(validation.local_batch_size, validation.seq_len, has_documents=has_documents)).item()
+    num_samples = job.config.validation.local_batch_size
+    model.forward_loss(get_objective(job.family.name).zeros(job, num_samples, True)).item()
     for part in model.parts:
         part.train()
-
-
-def _batch(num_samples: int, seq_len: int, *, has_documents: bool) -> Batch:
-    """The copy of a batch that a GPU holds."""
-    tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
-    return Batch(tokens, targets, torch.zeros(num_samples, seq_len, dtype=torch.int32) if has_documents else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +215,7 @@ def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:
 
 
 def _label_experts(model: TrainModel, step: TrainStep, recorder: Recorder) -> None:
-    """What balances experts: a bias in each layer, and the tokens of each expert in all layers of the whole model."""
+    """What balances experts: a bias in each layer, and the rows of each expert in all layers of the whole model."""
     untrained = set(model.named_buffers())
     for part in model.parts:  # CPU offload replaced the model's own list
         for fqn, buffer in part.named_buffers():

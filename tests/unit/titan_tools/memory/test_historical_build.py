@@ -35,7 +35,7 @@ from titan_tools.memory.expand.layers import expand_layers, shallow_model
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
-from trainer.job.job import Job
+from trainer.job.record import Job
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.models import decoder as llama
 from trainer.models import qwen3 as qwen

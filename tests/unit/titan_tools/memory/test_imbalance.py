@@ -13,7 +13,8 @@ from titan_tools.memory.report import as_json, show
 from titan_tools.memory.trace.kernels import return_bytes, send_bytes, sort_bytes
 from titan_tools.memory.verdict import FITS, nvidia_smi_gib
 from trainer.config.load import load_config
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,7 +14,8 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.verdict import FITS
 from trainer.config.load import load_config
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.ranks.gpus import GPUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

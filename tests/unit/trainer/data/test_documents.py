@@ -101,7 +101,7 @@ def test_windows_of_an_index_follow_its_offsets_and_not_end_tokens_in_a_text():
 def test_batches_count_real_targets_only():
     for batch in islice(loader(), 6):
         assert batch.documents.dtype == torch.int32 and batch.documents.shape == batch.tokens.shape == (2, 16)
-        assert batch.num_valid_tokens == int((batch.targets >= 0).sum()) < 32
+        assert batch.num_units == int((batch.targets >= 0).sum()) < 32
 
 
 def test_a_source_without_offsets_is_refused_and_needs_none_for_end_tokens():

@@ -67,7 +67,7 @@ def test_targets_are_the_tokens_one_later():
         assert batch.tokens.dtype == batch.targets.dtype == torch.int64
         assert torch.equal(batch.targets, batch.tokens + 1)
         assert batch.tokens.is_contiguous() and batch.targets.is_contiguous()
-        assert batch.num_valid_tokens == 32
+        assert batch.num_units == 32
 
 
 def test_every_epoch_is_every_sample_once_in_another_order():

@@ -176,7 +176,7 @@ def test_more_validation_than_there_is():
 def test_the_tokenizer_is_read_once_for_all_checks(folder, monkeypatch):
     """One of 128,000 tokens takes a second."""
     reads = []
-    monkeypatch.setattr(inputs, "tokenizer_folder", lambda *_: reads.append(1) or folder / "data")
+    monkeypatch.setattr("trainer.next_token.inputs.tokenizer_folder", lambda *_: reads.append(1) or folder / "data")
     monkeypatch.setattr(inputs, "chosen_model", lambda job: reads.append(2) or chosen_model(job))
     check_run(_job("--training.document_mask", "eos", "--checkpoint.last_save_in_hf"), HOST_CPU)
     assert sorted(reads) == [1, 2]

@@ -12,13 +12,8 @@ from converters.families.rules import Rule
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation
 from trainer.data.kinds import streams_of
-from trainer.job.job import (
-    layout_problems,
-    required_world_size,
-    resolve,
-    resolve_job,
-    sequence_divisor,
-)
+from trainer.job.job import layout_problems, required_world_size, resolve, resolve_job
+from trainer.next_token.problems import sequence_divisor
 from trainer.parallel.experts import balance_rate, expert_problems
 
 GQA = FLAVORS["debug_gqa"]  # 4 layers, 8 heads, 4 kv heads, ffn 384, vocab 2048

@@ -12,7 +12,8 @@ from tests.models.llama import write_tokenizer
 from trainer.checkpoints.recorded import BATCH, NUM_STREAMS, OPTIMIZER_KIND, Recorded
 from trainer.config.load import by_section, load_config
 from trainer.config.sections import Config, Model
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 from trainer.job.resume import _NO_SETTINGS, refuse_other_job, resumed_job, say_changes, settings_of
 
 STEP = Path("checkpoint/step-50")
@@ -39,7 +40,7 @@ def changes(was: Job, now: Job, capsys) -> list[str]:
 def test_an_unset_global_batch_is_kept_on_other_ranks(capsys, ranks, local, passes):
     was = job_of(2, training={"local_batch_size": 4})
     job = resumed_job(job_of(ranks, training={"local_batch_size": local}), recorded(was))
-    assert (job.samples_per_step, job.num_accumulated, job.tokens_per_step) == (8, passes, 8 * 2048)
+    assert (job.samples_per_step, job.num_accumulated) == (8, passes)
     line = capsys.readouterr().err
     if passes > 1:
         assert "training.global_batch_size = 8 is kept from step-50: 2 forward and backward passes per step" in line

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from converters.common.errors import UnsupportedError
 from converters.families.base import ModelArgs
+from trainer.batch import Inputs
 from trainer.config.sections import Compile, Training
 from trainer.data.batch import IGNORED
 from trainer.loss.chunked import ChunkedOutput
@@ -218,7 +219,8 @@ def make_model(**training) -> Transformer:
 def step_of(model: nn.Module) -> tuple[float, LargestTensor]:
     tokens_BL = torch.randint(ARGS.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     with LargestTensor() as largest:
-        loss = WholeModel(model).forward_backward(tokens_BL, tokens_BL.roll(-1, 1), torch.arange(LENGTH), 256.0)
+        targets, positions = {"targets": tokens_BL.roll(-1, 1)}, {"positions": torch.arange(LENGTH)}
+        loss = WholeModel(model).forward_backward(Inputs(tokens_BL, targets, positions), 256.0)
     return loss.item(), largest
 
 

@@ -11,6 +11,7 @@ from trainer.config.sections import Compile, Config, Parallelism, Training
 from trainer.job.job import layout_problems, resolve_job
 from trainer.loss import registry as loss_registry
 from trainer.loss.registry import num_loss_chunks, register_loss
+from trainer.next_token.numbers import chunk_tokens, loss_chunks
 
 ARGS = FLAVORS["debug_gqa"]
 
@@ -101,10 +102,10 @@ def test_a_jobs_chunks_follow_its_layout():
         return resolve_job(whole, world_size, args=args)
 
     one = job(1)
-    assert (one.loss_chunks, one.chunk_tokens) == (2, 8192)
-    assert job(1, compile=False).loss_chunks == 8
-    assert job(2, tensor_parallel_degree=2).loss_chunks == 1
-    assert job(2, tensor_parallel_degree=2, disable_loss_parallel=True).loss_chunks == 2
-    assert job(2, context_parallel_degree=2).loss_chunks == 1
-    assert job(2, pipeline_parallel_degree=2).chunk_tokens == 8192  # of a microbatch of one sample
-    assert job(1, training={"loss_chunks": 8}).chunk_tokens == 2048
+    assert (loss_chunks(one), chunk_tokens(one)) == (2, 8192)
+    assert loss_chunks(job(1, compile=False)) == 8
+    assert loss_chunks(job(2, tensor_parallel_degree=2)) == 1
+    assert loss_chunks(job(2, tensor_parallel_degree=2, disable_loss_parallel=True)) == 2
+    assert loss_chunks(job(2, context_parallel_degree=2)) == 1
+    assert chunk_tokens(job(2, pipeline_parallel_degree=2)) == 8192  # of a microbatch of one sample
+    assert chunk_tokens(job(1, training={"loss_chunks": 8})) == 2048

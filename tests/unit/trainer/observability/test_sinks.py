@@ -19,7 +19,7 @@ from trainer.observability.sinks import JsonlSink, TensorBoardSink, register_met
 from trainer.ranks.process_group import fake_ranks
 from trainer.step import OwnShare, StepResult
 
-RESULT = StepResult(loss=2.5, grad_norm=1.0, num_valid_tokens=100, stop_requested=False)
+RESULT = StepResult(loss=2.5, grad_norm=1.0, num_units=100, stop_requested=False)
 
 
 def config_in(folder, **metrics) -> Config:
@@ -135,13 +135,13 @@ def test_step_line_says_mfu_only_where_it_is_known():
     scalars = {"loss": 3.25, "grad_norm": 1.5, "lr": 1e-3}
     scalars |= {"tokens_per_sec": 12345.0, "tflops_per_rank": 0.5, "memory_gib": 1.0, "data_secs": 0.0123}
     scalars |= {"skipped_steps": 0}
-    line = step_line(20, scalars, eta_secs=3725)
+    line = step_line(20, scalars, unit="tokens", eta_secs=3725)
     assert "loss 3.2500" in line and "tokens/s 12,345" in line and "ETA 1:02:05" in line and "data 12.3 ms" in line
     assert "MFU" not in line and "in use" not in line and "skipped" not in line
     assert "memory 1.00 GiB (0.50 in use)  skipped 2  ETA" in step_line(
-        20, scalars | {"memory_allocated_gib": 0.5, "skipped_steps": 2}, eta_secs=1
+        20, scalars | {"memory_allocated_gib": 0.5, "skipped_steps": 2}, unit="tokens", eta_secs=1
     )
-    assert "MFU 41.2%" in step_line(20, scalars | {"mfu": 0.412}, eta_secs=1)
+    assert "MFU 41.2%" in step_line(20, scalars | {"mfu": 0.412}, unit="tokens", eta_secs=1)
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -172,7 +172,7 @@ def test_a_registered_sink_receives_what_metrics_jsonl_does_on_rank_0_only(monke
     register_metric_sink("list", lambda run: opened.append(ListSink(run)) or opened[-1])
     config = config_in(tmp_path, log_freq=1)
     with fake_ranks(2, rank=0), open_report(config, world_size=2) as report:
-        report.step(Progress(step=1, ntokens_seen=100), RESULT, lr=0.1)
+        report.step(Progress(step=1, units_seen=100), RESULT, lr=0.1)
         metrics = {"validation_loss": 2.0, "validation_perplexity": 7.4, "validation_unigram_entropy": 3.0}
         report.validation(1, metrics)
     with fake_ranks(2, rank=1), open_report(config, rank=1, world_size=2):

@@ -58,7 +58,7 @@ def test_lines_replace_it_and_are_whole():
     with on_terminal() as read:
         _progress(100.0).update(1)
         read()
-        ConsoleSink(prefix="", color=False, num_steps=40, tokens_per_step=8).log(10, METRICS)
+        ConsoleSink(prefix="", color=False, num_steps=40, unit="tokens", units_per_step=8).log(10, METRICS)
         note("saved")
         assert read() == f"{ERASE}step     10  held-out loss 2.0000  perplexity 7.40\nsaved\n"
 
@@ -67,7 +67,7 @@ def test_a_log_in_a_file_gets_no_control_characters(monkeypatch, tmp_path):
     with on_terminal(), (tmp_path / "log").open("w") as log:
         monkeypatch.setattr(sys, "stdout", log)
         _progress(100.0).update(1)
-        ConsoleSink(prefix="", color=True, num_steps=40, tokens_per_step=8).log(10, METRICS)
+        ConsoleSink(prefix="", color=True, num_steps=40, unit="tokens", units_per_step=8).log(10, METRICS)
     assert (tmp_path / "log").read_text() == "step     10  held-out loss 2.0000  perplexity 7.40\n"
 
 

@@ -9,9 +9,9 @@ import torch
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
+from trainer.next_token.numbers import flops_per_token
 from trainer.observability.throughput import (
     StepClock,
-    flops_per_token,
     peak_memory,
 )
 from trainer.ranks.gpus import data_sheet
@@ -89,7 +89,7 @@ def test_peak_is_unknown_for_devices_that_are_not_listed():
 def test_clock_counts_only_time_that_is_not_paused(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("trainer.observability.throughput.time.perf_counter", lambda: now[0])
-    clock = StepClock(flops_per_token=10**9, num_ranks=2, peak=1e12)
+    clock = StepClock(flops_per_unit=10**9, num_ranks=2, peak=1e12)
     now[0] += 2.0
     clock.count_step(1000)
     with clock.fetching():
@@ -102,7 +102,7 @@ def test_clock_counts_only_time_that_is_not_paused(monkeypatch):
     reading = clock.read()
     assert reading.data_secs == pytest.approx(0.5)
     assert clock.read().data_secs == 0
-    assert reading.tokens_per_sec == pytest.approx(500)
+    assert reading.units_per_sec == pytest.approx(500)
     assert reading.secs_per_step == pytest.approx(2.0)
     assert reading.tflops_per_rank == pytest.approx(0.25)
     assert reading.mfu == pytest.approx(0.25)

@@ -11,6 +11,7 @@ from trainer.config.sections import Config, Model, Parallelism, Training
 from trainer.data.sample import DocumentRules
 from trainer.job.job import layout_problems, resolve, resolve_job
 from trainer.models import registry
+from trainer.next_token.numbers import documents_of
 from trainer.parallel.document_mask import attention_kernel, document_rules, masked_machine_problems
 
 LLAMA = get_family("llama3")
@@ -45,7 +46,7 @@ def test_the_key_decides_for_any_flavor(mask):
         config = Config(model=Model(flavor=flavor), training=Training(document_mask=mask))
         assert document_rules(config, LLAMA).mask == mask
     qwen = load_config("qwen3_debug", ["--training.document_mask", mask])
-    assert resolve_job(qwen).documents.mask == mask
+    assert documents_of(resolve_job(qwen)).mask == mask
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from titan_tools.memory.trace.events import Block, StepPoint, Trace, TraceSegmen
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
 from trainer.config.sections import Config
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 from trainer.optim import adam
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,8 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
 from trainer.config.load import load_config
-from trainer.job.job import Job, resolve_job
+from trainer.job.job import resolve_job
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

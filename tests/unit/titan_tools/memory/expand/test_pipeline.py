@@ -12,7 +12,8 @@ from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_r
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 from trainer.parallel.stages import schedule_machine_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -22,7 +22,8 @@ from titan_tools.memory.trace.compile import share_compiled_code, translate_comp
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.inductor_code import describe_gpu, run_without_kernels
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.expert_shards import SHARDS_WITH_LAYER

@@ -15,7 +15,8 @@ from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Config
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 from trainer.loss import registry as loss_registry
 from trainer.models.decoder import TransformerBlock
 

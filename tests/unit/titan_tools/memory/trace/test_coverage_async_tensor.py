@@ -27,7 +27,8 @@ from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 from trainer.ranks.gpus import GPUS
 from trainer.ranks.process_group import fake_ranks
 

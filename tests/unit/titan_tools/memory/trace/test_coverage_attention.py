@@ -12,7 +12,8 @@ from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels, efficient_backward_bytes, fused_attention, use_kernels
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,8 @@ from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

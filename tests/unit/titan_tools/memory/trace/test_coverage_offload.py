@@ -9,7 +9,8 @@ from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,8 @@ from tests.state_bytes import live_at, state_bytes, traced_state_bytes
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import PARTS, Block
 from titan_tools.memory.trace.kernels import Kernels, use_kernels
-from trainer.job.job import Job, resolve, samples_per_step
+from trainer.job.job import resolve
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,7 +209,7 @@ def test_nothing_of_a_pass_outlives_it(layout, flavor, rank):
         sizes[block.part] += block.num_bytes
     for part in ("parameters", "gradients", "optimizer"):
         assert sizes.pop(part) > 0
-    num_tokens = samples_per_step(training, dims.batch) // dims.batch * training.seq_len
+    num_tokens = Job.of(config, args, dims).samples_per_step // dims.batch * training.seq_len
     batch_bytes = num_tokens * (2 * 8 + (4 if training.document_mask else 0))
     assert sizes["activations"] >= batch_bytes + 16  # and the number of its tokens, also as a divisor
     if dims.pp > 1:

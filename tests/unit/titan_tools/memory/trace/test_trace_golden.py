@@ -13,7 +13,8 @@ import torch
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job.job import Job, resolve
+from trainer.job.job import resolve
+from trainer.job.record import Job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

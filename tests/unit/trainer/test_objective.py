@@ -1,0 +1,42 @@
+"""The record of an objective: what cannot be one is refused when its family is registered."""
+
+from dataclasses import replace
+
+import pytest
+
+from converters.common.extensions import ExtensionError
+from trainer.models import registry
+from trainer.models.objectives import get_objective
+from trainer.models.registry import TrainerFamily
+from trainer.next_token.objective import NEXT_TOKEN
+
+
+@pytest.fixture(autouse=True)
+def no_family_stays(monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        (
+            "place",
+            lambda job: None,
+            r"test_objective.py:\d+: `place` of the objective .* is called with \(job, meshes, d",
+        ),
+        ("zeros", None, "`zeros` of the objective of family 'mine' is None, which cannot be called"),
+        ("axes", ("cp", "sp"), "axes has sp; there are pp, cp, tp, ep"),
+        ("reads", ("training.steps",), "reads has training.steps; there are model.attn_type"),
+        ("unit", "images per step", "unit = 'images per step' is not a word"),
+        ("stage_shapes", None, "the axis pp needs `stage_shapes`"),
+    ],
+)
+def test_what_cannot_be_an_objective_is_refused(field, value, text):
+    with pytest.raises(ExtensionError, match=text):
+        registry.register("mine", TrainerFamily(lambda args: None, objective=replace(NEXT_TOKEN, **{field: value})))
+
+
+def test_a_family_without_an_objective_predicts_the_next_token():
+    images = replace(NEXT_TOKEN, unit="images")
+    registry.register("mine", TrainerFamily(lambda args: None, objective=images))
+    assert (get_objective("llama3"), get_objective("mine")) == (NEXT_TOKEN, images)

@@ -1,0 +1,1 @@
+"""Next-token prediction: what language models learn."""
