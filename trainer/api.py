@@ -1,4 +1,4 @@
-"""Public Python API for training: load a config, train, write seeds; register models, data, losses and metric sinks.
+"""Public Python API for training: load a config, train, write seeds; register models, sections, data, losses, sinks.
 
 Importing it does not import torch: modules that register extensions are also imported by commands that need none.
 """
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.load import load_config as _load_config
 from trainer.config.sections import Config
+from trainer.config.sections import register_section as _register_section
+from trainer.config.types import Number
 from trainer.data.datasets import register_dataset as _register_dataset
 from trainer.data.sample import IGNORED
 from trainer.data.samples import TokenSource
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from trainer.parallel.shards import gather_shards
 
 __all__ = [
-    "load_config", "train", "seed", "register_model", "register_dataset", "register_loss",
+    "load_config", "train", "seed", "register_model", "register_section", "register_dataset", "register_loss",
     "register_metric_sink", "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
-    "Objective", "Data", "HeldOut", "Batch", "Inputs", "ModelPart", "Unit", "gather_shards",
+    "Number", "Objective", "Data", "HeldOut", "Batch", "Inputs", "ModelPart", "Unit", "gather_shards",
     "Attention", "FeedForward", "MoE", "Transformer", "IGNORED",
 ]  # fmt: skip
 
@@ -95,6 +97,22 @@ def seed(config: Config, dst: Path | str, *, overwrite: bool = False) -> SeedRep
     ('pp=2,dp_shard=2,tp=2', 8)
     """
     return _seed(resolve_job(config), Path(dst), overwrite=overwrite)
+
+
+def register_section(name: str, record: type) -> None:
+    """Add a section to the config: a frozen dataclass with keyword-only fields that all have defaults.
+
+    Its keys are read, checked and shown as built-in ones; `config.section(record)` returns it.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True, slots=True, kw_only=True)
+    ... class Noise:
+    ...     level: float = 0.1
+    >>> register_section("noise", Noise)
+    >>> load_config("debug", ["--noise.level", "0.5"]).section(Noise).level
+    0.5
+    """
+    _register_section(name, record)
 
 
 def register_model(name: str, family: TrainerFamily) -> None:

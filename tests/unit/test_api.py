@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from converters.families import registry as families
+from trainer.config import sections
 from trainer.data import datasets, kinds
 from trainer.loss import registry as losses
 from trainer.models import registry as models
@@ -44,9 +45,12 @@ def registries(monkeypatch):
         (sinks, "_REGISTERED"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
-    before = list(kinds.known_kinds)
+    before, registered = list(kinds.known_kinds), dict(sections.registered_sections)
     yield
     kinds.known_kinds[:] = before
+    sections.registered_sections.clear()
+    sections.registered_sections.update(registered)
+    sections.kinds.cache_clear()
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -14,18 +14,18 @@ _BOOLS = {"true": True, "false": False}
 
 def read_overrides(
     words: Sequence[str], *, kind_of: Callable[[str], Any | None], unknown: Callable[[str], str]
-) -> tuple[dict[str, Setting], list[str]]:
-    """The settings in the words, and the problems; a key given twice takes its last value.
+) -> tuple[dict[str, Setting], list[tuple[str, str]]]:
+    """The settings in the words, and the problems by key; a key given twice takes its last value.
 
     `kind_of` returns a key's type (None: no such key), `unknown` the message for an unknown key.
     """
     settings: dict[str, Setting] = {}
-    problems: list[str] = []
+    problems: list[tuple[str, str]] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
         if not word.startswith("--"):
-            problems.append(f"{ORIGIN}: {word!r} is not an option; an override is `--section.key value`")
+            problems.append(("", f"{ORIGIN}: {word!r} is not an option; an override is `--section.key value`"))
             continue
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
@@ -35,14 +35,14 @@ def read_overrides(
             settings[negated] = Setting(False, ORIGIN)
             continue
         if kind is None:
-            problems.append(f"{ORIGIN}: --{name}: {unknown(key)}")
+            problems.append((key, f"{ORIGIN}: --{name}: {unknown(key)}"))
             if not equals and queue and not queue[0].startswith("--"):
                 queue.pop(0)  # its value
             continue
         if not equals:
             takes_next = bool(queue) and (queue[0] in _BOOLS if kind is bool else not queue[0].startswith("--"))
             if not takes_next and kind is not bool:
-                problems.append(f"{ORIGIN}: --{name} needs a value")
+                problems.append((key, f"{ORIGIN}: --{name} needs a value"))
                 continue
             text = queue.pop(0) if takes_next else "true"
         settings[key] = Setting(_parse(text, kind), ORIGIN)

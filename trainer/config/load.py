@@ -16,7 +16,7 @@ from trainer.config.custom_import import import_custom
 from trainer.config.preset import find_preset
 from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_VALUES
 from trainer.config.renamed import GONE, READ_AS_RENAMED, RENAMED, RENAMED_VALUES
-from trainer.config.sections import Config, kinds, sections
+from trainer.config.sections import Config, kinds, registered_sections, sections
 from trainer.config.toml_file import Setting, read_toml
 from trainer.config.types import fit
 
@@ -29,21 +29,37 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError that lists every unknown key, wrong value and uncovered feature, with file and line.
     """
     settings = _as_meant(_read(source))
-    typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_unknown_key)
-    checked = [(setting, problem_of(key, setting)) for key, setting in [*settings.items(), *typed.items()]]
-    problems = [f"{setting.origin}: {problem}" for setting, problem in checked if problem] + typed_problems
-    merged = settings | typed
-    good = {key: setting for key, setting in merged.items() if key not in REFUSED and not problem_of(key, setting)}
-    values = {key: fit(_kind_of(key), setting.value) for key, setting in good.items()}
-    config = _build(values, {key: setting.origin for key, setting in merged.items()})
-    custom = config.experimental.custom_import
-    if custom and not problems:
-        import_custom(custom)
-    if not (custom and problems):  # the module that was not imported may register the family
+    config, found = _merge(settings, overrides)
+    if custom := config.experimental.custom_import:
+        others = [(key, problem) for key, problem in found if not _may_be_registered(key)]
+        if not others:
+            import_custom(custom)
+            config, found = _merge(settings, overrides)
+        else:  # the module that is not imported then may register the section, and the family
+            found = others
+    problems = [problem for _, problem in found]
+    if not (custom and problems):
         problems += _model_problems(config)
     if problems:
         raise _error(source, problems, upgradable=any(is_older(key, s.value) for key, s in settings.items()))
     return config
+
+
+def _merge(settings: Mapping[str, Setting], overrides: Sequence[str]) -> tuple[Config, list[tuple[str, str]]]:
+    """The config of a file's settings and overrides without those that have a problem, and the problems by key."""
+    typed, problems = read_overrides(overrides, kind_of=_kind_of, unknown=_unknown_key)
+    checked = [(key, s.origin, problem_of(key, s)) for key, s in [*settings.items(), *typed.items()]]
+    problems = [(key, f"{origin}: {problem}") for key, origin, problem in checked if problem] + problems
+    merged = {**settings, **typed}
+    good = {key: setting for key, setting in merged.items() if key not in REFUSED and not problem_of(key, setting)}
+    values = {key: fit(_kind_of(key), setting.value) for key, setting in good.items()}
+    return _build(values, {key: setting.origin for key, setting in merged.items()}), problems
+
+
+def _may_be_registered(key: str) -> bool:
+    """Whether a key is of a section that a module may register."""
+    section = key.rpartition(".")[0]
+    return section not in ("", *sections()) and key not in (*REFUSED, *RENAMED, *GONE)
 
 
 def _as_meant(settings: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -67,7 +83,8 @@ def origins(config: Config) -> dict[str, Setting]:
 
 def by_section(config: Config) -> dict[str, Any]:
     """Each section's record by its name in TOML."""
-    return {section: getattr(config, attribute) for section, (attribute, _) in sections().items()}
+    built_in = {section: getattr(config, attribute) for section, (attribute, _) in sections().items()}
+    return built_in | {name: config.section(record) for name, record in registered_sections.items()}
 
 
 def _read(source: Path | str) -> dict[str, Setting]:
@@ -126,7 +143,7 @@ def _unknown_key(key: str) -> str:
         return extension
     keys = [*kinds(), *REFUSED]
     section, _, last = key.rpartition(".")
-    if key in sections():
+    if key in (*sections(), *registered_sections):
         return f"that is a section; its keys: {', '.join(name for name in kinds() if name.rpartition('.')[0] == key)}"
     if key in _SHORT:
         return f"no such key; did you mean `{_SHORT[key]}`?"
@@ -172,11 +189,14 @@ def _shown(value: Any) -> str:
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    records = {}
-    for section, (attribute, record) in sections().items():
-        given = {f.name: values[f"{section}.{f.name}"] for f in fields(record) if f"{section}.{f.name}" in values}
-        records[attribute] = record(**given)
-    return Config(**records, origins=dict(origins))
+    def made(section: str, record: Any) -> Any:
+        keys = {f.name: f"{section}.{f.name}" for f in fields(record)}
+        return record(**{name: values[key] for name, key in keys.items() if key in values})
+
+    built_in = {attribute: made(section, record) for section, (attribute, record) in sections().items()}
+    given = {key.rpartition(".")[0] for key in values}
+    registered = {name: made(name, record) for name, record in registered_sections.items() if name in given}
+    return Config(**built_in, registered=registered, origins=dict(origins))
 
 
 def _model_problems(config: Config) -> list[str]:

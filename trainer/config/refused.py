@@ -34,7 +34,7 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 REFUSED: dict[str, Refused] = {
     "job.config_file": _only("", "the config file is the command's argument: titan train FILE"),
-    "job.custom_config_module": _only("", "extension sections are not covered"),
+    "job.custom_config_module": _only("", "a module in experimental.custom_import registers sections"),
     "model.tokenizer_path": _only("", "its meaning changed from a file to a folder: use model.hf_assets_path"),
     "optimizer.early_step_in_backward": _only(
         False, "the step comes after gradient clipping, which needs all gradients"
@@ -72,7 +72,7 @@ REFUSED: dict[str, Refused] = {
     "fault_tolerance.group_size": _unread(int, "fault_tolerance.enable"),
     "fault_tolerance.min_replica_size": _unread(int, "fault_tolerance.enable"),
     "fault_tolerance.semi_sync_method": _unread(str, "fault_tolerance.enable"),
-    "experimental.custom_args_module": _only("", "extension sections are not covered"),
+    "experimental.custom_args_module": _only("", "a module in experimental.custom_import registers sections"),
     "validation.dataloader.num_workers": _only(0, _WORKERS),
     "validation.dataloader.persistent_workers": _unread(bool, "validation.dataloader.num_workers"),
     "validation.dataloader.prefetch_factor": _unread(int, "validation.dataloader.num_workers"),

@@ -1,16 +1,18 @@
-"""The config: one frozen dataclass per TOML section, in the vocabulary of torchtitan's TOML files.
+"""The config: one frozen dataclass per TOML section, in the vocabulary of torchtitan's TOML files, and registered ones.
 
 These are the supported keys; the vocabulary's other keys are in `refused.py`, with the reason. Defaults are
 torchtitan's unless a line says otherwise. The types are the checks: `Literal` lists choices, `Annotated[…, Number(…)]`
 limits; `types.py` enforces both.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from trainer.config.types import Number, Pattern
+from converters.common.extensions import ExtensionError, where_defined
+from trainer.config.types import Number, Pattern, describe, fit
 
 Count = Annotated[int, Number(low=0)]
 Positive = Annotated[int, Number(low=1)]
@@ -19,6 +21,7 @@ Folder = Annotated[str, Pattern(r".*\S.*", "a folder, not an empty string")]
 SECTION = "section"  # in a field's metadata: the TOML name of a nested section
 Weighted = tuple[Folder, Annotated[float, Number(above=0)]]  # a path, and its share of the samples
 AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 means all
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,13 +367,16 @@ class Debug:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experimental:
     custom_import: str = ""
-    """Module name or path, imported after the config is read: it may register families, datasets, losses and metric
-    sinks. Commands without a config have `titan --import`."""
+    """Module name or path, imported after the config is read: it may register families, sections of the config,
+    datasets, losses and metric sinks. Commands without a config have `titan --import`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole config. `origins` maps `section.key` to where its value comes from; other values are defaults."""
+    """A whole config. `origins` maps `section.key` to where its value comes from; other values are defaults.
+
+    `registered` has the sections that a module registers and the config sets, by name; `section` finds one by its type.
+    """
 
     job: JobSection = field(default_factory=JobSection)
     profiling: Profiling = field(default_factory=Profiling)
@@ -390,7 +396,12 @@ class Config:
     validation_dataloader: Dataloader = field(default_factory=Dataloader, metadata={SECTION: "validation.dataloader"})
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)
+    registered: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def section(self, record: type[Section]) -> Section:
+        """The registered section of that type; with its defaults in a config that was made without it."""
+        return next((each for each in self.registered.values() if isinstance(each, record)), record())
 
     def described(self) -> str:
         """job.description; the model and the number of steps if that has no value of its own."""
@@ -401,16 +412,44 @@ class Config:
 
 @cache
 def sections() -> dict[str, tuple[str, type]]:
-    """Each section's name in TOML, with its attribute of Config and its record."""
-    records = get_type_hints(Config)
-    return {f.metadata.get(SECTION, f.name): (f.name, records[f.name]) for f in fields(Config) if f.name != "origins"}
+    """Each built-in section's name in TOML, with its attribute of Config and its record."""
+    records, others = get_type_hints(Config), ("registered", "origins")
+    return {f.metadata.get(SECTION, f.name): (f.name, records[f.name]) for f in fields(Config) if f.name not in others}
+
+
+registered_sections: dict[str, type] = {}
+
+
+def register_section(name: str, record: type) -> None:
+    """Add a section to the config: a frozen dataclass with keyword-only fields, as those of this file.
+
+    Raises ExtensionError if it is not one, or lacks a default, or has types that no value of TOML can have.
+    """
+    what = f"section {name!r}"
+    if not re.fullmatch(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", name) or name in sections():
+        raise ExtensionError(f"{what} is built in, or not a name in small letters; choose another one")
+    if not (isinstance(record, type) and is_dataclass(record)):
+        raise ExtensionError(f"{what} is {record!r:.80}, which is not a dataclass")
+    try:
+        defaults, types = record(), get_type_hints(record, include_extras=True)
+        for each in fields(record):
+            describe(types[each.name])  # KeyError for a type that no value of TOML has
+            fit(types[each.name], getattr(defaults, each.name))
+    except (TypeError, ValueError, KeyError, NameError) as error:
+        raise ExtensionError(
+            f"{where_defined(record)}: {what}: every field needs a default that is of its type: {error}",
+            hint="types are bool, int, float, str, Literal and tuples of these; trainer/config/sections.py has limits",
+        ) from None
+    registered_sections[name] = record
+    kinds.cache_clear()
 
 
 @cache
 def kinds() -> dict[str, Any]:
     """Each supported key with its type."""
+    records = {section: record for section, (_, record) in sections().items()} | registered_sections
     return {
         f"{section}.{name}": kind
-        for section, (_, record) in sections().items()
+        for section, record in records.items()
         for name, kind in get_type_hints(record, include_extras=True).items()
     }

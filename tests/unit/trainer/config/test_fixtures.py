@@ -43,7 +43,7 @@ RUN = {
 REFUSED_FILES = {
     "flux_dev": {
         "model.name": "it makes images",
-        "job.custom_config_module": "extension sections are not covered",
+        "job.custom_config_module": "a module in experimental.custom_import registers sections",
         "training.classifier_free_guidance_prob": FLUX,
         "training.img_size": FLUX,
         "encoder.t5_encoder": FLUX,

@@ -5,7 +5,7 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, field, make_dataclass
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from converters.common.errors import ConfigError, TitanError
 from converters.common.extensions import ExtensionError
 from converters.common.names import SECTIONS
+from trainer.config import sections
 from trainer.config.load import load_config, origins
 from trainer.config.preset import preset_names, write_template
 from trainer.config.refused import REFUSED, REFUSED_VALUES
 from trainer.config.renamed import RENAMED
 from trainer.config.sections import Checkpoint, Config
 from trainer.config.show import as_json, toml_text, unread
+from trainer.config.toml_file import Setting
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -362,3 +364,66 @@ def test_only_titan_errors_leave_whatever_is_typed(words):
 def test_a_limit_is_reported_to_the_last_digit():
     with pytest.raises(ConfigError, match="≤ 134,217,728"):
         load_config("debug", ["--training.seq_len", str(2**27 + 1)])
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module that registers a section, which is forgotten again."""
+    monkeypatch.setattr(sections, "registered_sections", {})
+    monkeypatch.setattr("trainer.config.load.registered_sections", sections.registered_sections)
+    path = tmp_path / f"with_a_section_{tmp_path.name.replace('-', '_')}.py"
+    path.write_text(
+        "from dataclasses import dataclass\nfrom typing import Annotated\n"
+        "from trainer.api import register_section\nfrom trainer.config.types import Number\n"
+        "@dataclass(frozen=True, slots=True, kw_only=True)\nclass Images:\n"
+        "    size: Annotated[int, Number(low=1)] = 8\n    flip: bool = False\n"
+        "register_section('images', Images)\n"
+    )
+    sections.kinds.cache_clear()
+    yield path
+    sections.kinds.cache_clear()
+
+
+def test_a_registered_section_is_read_checked_and_shown_as_a_built_in_one(module, tmp_path):
+    path = write(tmp_path, f'[experimental]\ncustom_import = "{module}"\n[images]\nsize = 32\n')
+    config = load_config(path, ["--images.flip"])
+    images = config.section(sections.registered_sections["images"])
+    assert (images.size, images.flip) == (32, True)
+    assert origins(config)["images.size"] == Setting(32, f"{path}:4")
+    assert as_json(config)["config"]["images"] == {"size": 32, "flip": True}
+    assert load_config(path, ["--images.no_flip", "--images.size=64"]).registered["images"].size == 64
+    defaults = load_config(write(tmp_path, f'[experimental]\ncustom_import = "{module}"\n'))
+    assert origins(defaults)["images.size"] == Setting(8, "default")
+    with pytest.raises(ConfigError, match=r"images.size = 0: must be a whole number ≥ 1"):
+        load_config(path, ["--images.size", "0"])
+    with pytest.raises(ConfigError, match=r"images.sise: no such key; did you mean `images.size`\?"):
+        load_config(path, ["--images.sise", "0"])
+
+
+def test_without_the_module_its_section_is_unknown(module, tmp_path):
+    assert "images.size: no such key" in refusal(tmp_path, "[images]\nsize = 32\n")
+    # with another problem the module is not imported, and may have had the section
+    text = f'[experimental]\ncustom_import = "{module}"\n[images]\nsize = 32\n[training]\nsteps = 0\n'
+    assert "images" not in refusal(tmp_path, text) and module.stem not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "text"),
+    [
+        ("training", "Good", "is built in"),
+        ("Images", "Good", "not a name in small letters"),
+        ("images", "Good()", "which is not a dataclass"),
+        ("images", "WithoutDefault", "needs a default"),
+        ("images", "OtherDefault", "of its type"),
+        ("images", "OtherType", "needs a default that is of its type"),
+    ],
+)
+def test_a_section_that_cannot_be_read_is_refused_when_it_is_registered(module, name, record, text):
+    records = {
+        "Good": make_dataclass("Good", [("size", int, 8)], frozen=True),
+        "WithoutDefault": make_dataclass("WithoutDefault", [("size", int)], frozen=True),
+        "OtherDefault": make_dataclass("OtherDefault", [("size", int, "8")], frozen=True),
+        "OtherType": make_dataclass("OtherType", [("size", dict, field(default_factory=dict))], frozen=True),
+    }
+    with pytest.raises(ExtensionError, match=text):
+        sections.register_section(name, eval(record, records))
