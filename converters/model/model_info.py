@@ -185,8 +185,9 @@ def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
     """Raise CheckpointError if the numbers need parameters that the family does not have."""
     naming = family.naming_for(next(iter(family.namings.values())), args)
     named = {rule.native for rule in naming.rules}
-    asked = (re.sub(r"^layers\.0\.", "layers.{n}.", p.fqn) for p in family.parameters(replace(args, num_layers=1)))
-    if strange := [fqn for fqn in asked if fqn not in named]:
+    asked = [p.fqn for p in family.parameters(replace(args, num_layers=1))]
+    with_number = {fqn: re.sub(r"^(\w+)\.\d+\.", r"\1.{n}.", fqn) for fqn in asked}
+    if strange := [fqn for fqn in asked if fqn not in named and with_number[fqn] not in named]:
         raise CheckpointError(
             f"{what}: a {family.name} model has no such parameters:" + list_offenders(strange),
             hint=f"the family's naming {naming.name!r} has no rule for them",

@@ -137,7 +137,8 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(numbered.replace(r"\{\*\}", ".+"))
 
 
-_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+# The number of a block, whatever a family calls its blocks; rules name each layer for multi-token prediction itself
+_LAYER = re.compile(r"(?<!mtp_layers\.)(?<=\w\.)\d+(?=\.)")
 
 
 def with_placeholder(fqn: str) -> str:

@@ -1,0 +1,187 @@
+"""An objective that is no language model's, in a package outside of titan (towers), in every layout that it supports.
+
+It predicts the way from images to noise, by two towers with blocks of two kinds.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist import runs
+from tests.state_bytes import state_bytes, traced_state_bytes
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.kernels import gpu_kernels
+from trainer.config import sections
+from trainer.config.custom_import import import_custom
+from trainer.config.load import load_config
+from trainer.job.job import resolve_job
+from trainer.ranks.gpus import DEFAULT_GPU
+
+TOWERS = Path(__file__).parent / "towers"
+TOML = f"""
+[model]
+name = "towers"
+flavor = "tiny"
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[training]
+local_batch_size = 2
+global_batch_size = 8
+steps = 4
+mixed_precision_param = "float32"
+[images]
+noise_power = 0.5
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+enable = true
+interval = 2
+keep_latest_k = 0
+[validation]
+enable = true
+local_batch_size = 2
+freq = 4
+steps = 4
+[metrics]
+log_freq = 1
+[experimental]
+custom_import = "{TOWERS}"
+"""
+REPLICAS, CP = "--parallelism.data_parallel_replicate_degree", "--parallelism.context_parallel_degree"
+AC, COMPILE = "--activation_checkpoint.mode", ["--compile.enable", "--compile.backend=aot_eager"]
+SELECTIVE, OPTION = f"{AC}=selective", "--activation_checkpoint.selective_ac_option"
+LAYOUTS = {  # one rank accumulates four passes, two ranks two
+    "fsdp 2": (2, []),
+    "hsdp 2x2": (4, [f"{REPLICAS}=2"]),
+    "replicas 2": (2, [f"{REPLICAS}=2"]),
+    "fsdp 2 cp 2, recomputed": (4, [f"{CP}=2", f"{AC}=full"]),
+    "compiled, fsdp 2": (2, COMPILE),
+}
+SLOW_LAYOUTS = {
+    "fsdp 2, one pass": (2, ["--training.local_batch_size=4"]),
+    "cp 2": (2, [f"{CP}=2"]),
+    "fsdp 2, every 2nd block recomputed": (2, [SELECTIVE, f"{OPTION}=2"]),
+    "fsdp 2, operations kept": (2, [SELECTIVE, f"{OPTION}=op"]),
+    "compiled, replicas 2 cp 2": (4, [*COMPILE, f"{REPLICAS}=2", f"{CP}=2"]),
+    "compiled, operations kept": (2, [*COMPILE, SELECTIVE, f"{OPTION}=op"]),
+}
+
+
+@pytest.fixture(scope="module")
+def toml(tmp_path_factory):
+    path = tmp_path_factory.mktemp("towers") / "towers.toml"
+    path.write_text(TOML)
+    return path
+
+
+def run(toml, dump, *words):
+    """Case: a run; the error it ends with, if any. The section is forgotten: other runs do not have it."""
+    try:
+        return runs.run(load_config(toml, [f"--job.dump_folder={dump}", *words]))
+    finally:
+        forget()
+
+
+def forget():
+    for name in [name for name in sys.modules if name.partition(".")[0] == TOWERS.name]:
+        del sys.modules[name]
+    sections.registered_sections.clear()
+    sections.kinds.cache_clear()
+
+
+@pytest.fixture
+def forgotten():
+    """For a test that imports the package in this process."""
+    yield
+    forget()
+
+
+def records_of(dump):
+    return list(map(json.loads, (dump / "metrics.jsonl").read_text().splitlines()))
+
+
+@pytest.fixture(scope="module")
+def one_rank(pools, toml):
+    dump = toml.parent / "one"
+    assert pools[1].run(run, toml, dump) == [""]
+    return dump
+
+
+def test_the_loss_falls_and_is_told_in_images(one_rank):
+    losses, records = runs.read_losses(one_rank), records_of(one_rank)
+    assert losses.keys() == {1, 2, 3, 4} and losses[4] < losses[1] - 1
+    assert [r["nimages_seen"] for r in records if "loss" in r] == [8, 16, 24, 32]
+    (validation,) = (record for record in records if "validation_loss" in record)
+    assert validation.keys() == {"step", "validation_loss"} and 0 < validation["validation_loss"] < losses[1]
+    step = records[0]
+    assert step["images_per_sec"] == pytest.approx(8 / step["step_secs"]) and step["max_loss"] == step["loss"]
+    assert not [name for name in step if "token" in name or name in ("mfu", "tflops_per_rank")]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS)])
+def test_a_layout_has_the_losses_of_one_rank(pools, toml, one_rank, tmp_path, name):
+    num_ranks, words = (LAYOUTS | SLOW_LAYOUTS)[name]
+    assert set(pools[num_ranks].run(run, toml, tmp_path, *words)) == {""}
+    for found, expected in zip(records_of(tmp_path), records_of(one_rank), strict=True):
+        assert found.keys() == expected.keys()
+        for metric in {"loss", "validation_loss", "grad_norm", "nimages_seen"} & found.keys():
+            assert found[metric] == pytest.approx(expected[metric], rel=1e-5), (name, metric)
+
+
+@pytest.mark.parametrize("words", [[f"{CP}=2"], pytest.param([], marks=pytest.mark.slow)], ids=["cp 2", "fsdp 2"])
+def test_a_resumed_run_is_bit_equal(pools, forgotten, toml, tmp_path, words):
+    import_custom(str(TOWERS))
+    for name, steps in (("whole", 4), ("resumed", 2), ("resumed", 4)):
+        keys = [f"--training.steps={steps}", "--lr_scheduler.total_steps=4", *words]
+        assert pools[2].run(run, toml, tmp_path / name, *keys) == ["", ""]
+    whole, resumed = (tmp_path / name / "checkpoint" / "step-4" for name in ("whole", "resumed"))
+    assert [each for each in runs.differences(whole, resumed) if "settings" not in each] == []
+    assert runs.read_losses(tmp_path / "resumed") == runs.read_losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2 is not supported by what models of"),
+        (["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree = 2 is not supported by what"),
+        (["--training.seq_len=64"], "training.seq_len = 64 is not read by what models of family towers learn"),
+        (["--model.converters=quantize.linear.float8"], 'model.converters = ["quantize.linear.float8"] is not read'),
+        (["--images.size=7"], "images.size = 7 is odd; nearest: 6 or 8"),
+        ([f"{CP}=3"], "context_parallel_degree = 3 does not divide 16 patches"),
+    ],
+)
+def test_what_the_objective_does_not_support_is_refused(titan, forgotten, toml, words, text):
+    code, _, err = titan("config", "check", toml, *words)
+    assert code == 2 and text in err, err
+
+
+def test_it_is_checked_shown_dry_run_and_estimated(titan, forgotten, toml, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = titan("config", "show", toml, "--images.size=16")
+    assert code == 0 and [line for line in out.splitlines() if line.split()[:2] == ["images.size", "16"]], out + err
+    code, out, err = titan("config", "check", toml, "--world-size", "4")
+    assert code == 0 and "fine on 4 ranks" in out, out + err
+
+    words = ("--world-size", "4", f"{CP}=2", "--training.local_batch_size=1", "--json")
+    code, out, err = titan("train", toml, "--dry-run", *words)
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["images_per_step"], report["num_accumulated"], report["num_stages"]) == (8, 4, 1)
+    assert report["stages"]["0"][:3] == ["patches", "condition", "condition_blocks.0"]
+    calls = {(each["axis"], each["kind"]): each["calls"] for each in report["collectives"]}
+    num_groups = 2 + 5 + 1  # first units, blocks, and the last ones together
+    assert calls["fsdp = all ranks", "reduce-scatter"] == 4 * num_groups
+    assert calls["cp", "all-gather"] == 4 * 3  # keys and values of three blocks with attention
+
+    code, out, err = titan("estimate-memory", toml, *words)
+    assert code == 0, err
+    assert json.loads(out)["mesh"]["cp"] == 2
+    job = resolve_job(load_config(toml, [f"{CP}=2", "--training.local_batch_size=1"]), 4)
+    trace = capture(job, rank=0, kernels=gpu_kernels(DEFAULT_GPU))
+    assert traced_state_bytes(trace, job) == state_bytes(job, 0)
+    modules = {block.point.module for block in trace.blocks if block.part == "activations"}
+    assert {"condition_blocks.1", "image_blocks.2", "patches"} <= modules

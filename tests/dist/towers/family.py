@@ -1,0 +1,58 @@
+"""Numbers, parameters and names of the model: blocks of two kinds."""
+
+from dataclasses import dataclass
+
+from converters.api import Family, ModelArgs, Naming, Parameter, Role, Rule, UnsupportedError
+
+CHANNELS, PATCH, CLASSES = 3, 4, 5  # values of a patch are CHANNELS · PATCH
+
+
+@dataclass(frozen=True, slots=True)
+class TowersArgs(ModelArgs):
+    num_condition_blocks: int = 2
+
+
+def linear(fqn, rows, columns):
+    return [
+        Parameter(f"{fqn}.weight", (rows, columns), Role.COLUMN),
+        Parameter(f"{fqn}.bias", (rows,), Role.COLUMN, is_bias=True),
+    ]
+
+
+def parameters(args):
+    dim, hidden = args.dim, args.ffn_hidden
+    found = [*linear("patches", dim, CHANNELS * PATCH), *linear("condition", dim, CLASSES + 1)]
+    for n in range(args.num_condition_blocks):
+        block = f"condition_blocks.{n}"
+        found += [*linear(f"{block}.up", hidden, dim), *linear(f"{block}.down", dim, hidden)]
+    for n in range(args.num_layers):
+        block = f"image_blocks.{n}"
+        found += [Parameter(f"{block}.norm.weight", (dim,), Role.NORM)]
+        found += [*linear(f"{block}.qkv", 3 * dim, dim), *linear(f"{block}.out", dim, dim)]
+        found += [*linear(f"{block}.up", hidden, dim), *linear(f"{block}.down", dim, hidden)]
+    return [*found, Parameter("norm.weight", (dim,), Role.NORM), *linear("head", CHANNELS * PATCH, dim)]
+
+
+def args_from_config(config):
+    raise UnsupportedError("transformers has no such models")
+
+
+def to_config(args):
+    return {"model_type": "towers", "hidden_size": args.dim}
+
+
+ARGS = TowersArgs(32, 3, 4, 4, 8, 64, vocab_size=1)
+NAMES = dict.fromkeys(
+    p.fqn.replace(f".{p.fqn.split('.')[1]}.", ".{n}.") if p.fqn.split(".")[1].isdecimal() else p.fqn
+    for p in parameters(ARGS)
+)
+TOWERS = Family(
+    name="towers",
+    flavors={"tiny": ARGS},
+    parameters=parameters,
+    namings={"hf": Naming("hf", tuple(Rule(name, f"model.{name}") for name in NAMES))},
+    args_from_hf_config=args_from_config,
+    hf_config=to_config,
+    hf_architectures=(),
+    args_type=TowersArgs,
+)
