@@ -1,27 +1,20 @@
-"""Join the ranks that a launcher has started: its variables, the store where ranks meet, and why a rank cannot join.
+"""Join the ranks that a launcher has started: its variables, the store where ranks meet, and why a rank cannot join."""
 
-torch's own rendezvous reports these problems by tracebacks, waits for an address that does not resolve longer than its
-timeout, and for one that answers otherwise without an end.
-"""
-
-import errno
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import ConfigError, TitanError, list_offenders
+from trainer.ranks.store import listening, open_store, reach
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_RETRY_SECS = 0.5
 _POLL_SECS = 0.05
 _GRACE_SECS = 1.0  # for the other ranks to read what rank 0 found, before the store ends with it
 _WHO_SETS_THEM = (
@@ -107,12 +100,18 @@ def join_store(timeout: timedelta, environment: Mapping[str, str] = os.environ) 
         raise _wrong_variables(["RANK is not set", "WORLD_SIZE is not set"])
     address, port = _place(environment, launch.world_size)
     hosts = launch.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if hosts and port:
-        with _listening(port):
-            _reach(address, port, launch, deadline, hosts=True)
-    elif not hosts:
-        _reach(address, port, launch, deadline, hosts=False)
-    store = _open_store(address, port, launch, deadline, hosts=hosts, environment=environment)
+    if port or not hosts:
+        _require_reachable(address, port, launch, deadline, hosts=hosts)
+    use_libuv = environment.get("USE_LIBUV", "1") == "1"
+    try:
+        store = open_store(address, port, deadline, hosts=hosts, world_size=launch.world_size, use_libuv=use_libuv)
+    except ConnectionError as error:
+        raise CannotJoin(
+            f"rank {launch.rank}: what listens at MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not the store of "
+            f"rank 0: {error!s:.200}",
+            hint="another program uses that port, or rank 0 has ended",
+            tries=["MASTER_PORT=another port, the same for all ranks"],
+        ) from error
     _meet(store, launch, deadline, attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     store.set_timeout(timeout)
     return store, launch
@@ -131,117 +130,27 @@ def _place(environment: Mapping[str, str], world_size: int) -> tuple[str, int]:
     return address, int(port)
 
 
-@contextmanager
-def _listening(port: int) -> Iterator[None]:
-    """Context in which the port of the store, which opens it later, accepts connections."""
+def _require_reachable(address: str, port: int, launch: Launched, deadline: float, *, hosts: bool) -> None:
+    """Raise CannotJoin if this rank cannot listen on its port, at once, or cannot connect until the deadline."""
     try:
-        listener = _listener(port)
+        with listening(port) if hosts else nullcontext():
+            failure = reach(address, port, deadline)
     except OSError as error:
         raise CannotJoin(
             f"rank 0 cannot listen on MASTER_PORT = {port}: {os.strerror(error.errno or 0)}",
             hint="another run, or another program, uses this port of the host",
             tries=["MASTER_PORT=another port, the same for all ranks (torchrun: --master-port, --rdzv-endpoint)"],
         ) from None
-    with listener:
-        yield
-
-
-def _listener(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise
-    return socket.create_server(("", port))  # IPv6 may be switched off
-
-
-def _reach(address: str, port: int, launch: Launched, deadline: float, *, hosts: bool) -> None:
-    """Wait until the address can be connected to. Raises CannotJoin at the deadline."""
-    failure = "no answer"
-    while (timeout := deadline - time.monotonic()) > 0:
-        results: list[Any] = []
-        # In a thread: a name server that does not answer takes longer than any timeout
-        attempt = Thread(target=_connect, args=(address, port, timeout, results), daemon=True)
-        attempt.start()
-        attempt.join(timeout)
-        if results == [None]:
-            return
-        if results:
-            failure = results[0]
-        time.sleep(min(_RETRY_SECS, max(0.0, deadline - time.monotonic())))
-    whose = "its own port by" if hosts else "the other ranks at"
-    raise CannotJoin(
-        f"rank {launch.rank} cannot reach {whose} MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {failure}",
-        hint="MASTER_ADDR is the host of rank 0"
-        + ("" if hosts else ", which must have started and listen on that port (firewalls?)"),
-        tries=["MASTER_ADDR=host or address of rank 0, the same for all ranks (torchrun: --rdzv-endpoint HOST:PORT)"],
-    )
-
-
-def _connect(address: str, port: int, secs: float, found: list[Any]) -> None:
-    """Append None if the address accepts a connection, else why not."""
-    try:
-        socket.create_connection((address, port), timeout=secs).close()
-        found.append(None)
-    except socket.gaierror as error:
-        found.append(f"the name does not resolve ({error.strerror})")
-    except (OSError, UnicodeError) as error:
-        found.append(getattr(error, "strerror", None) or str(error))
-
-
-def _open_store(
-    address: str, port: int, launch: Launched, deadline: float, *, hosts: bool, environment: Mapping[str, str]
-) -> "Store":
-    """A client of the store, on its host with the store itself. Raises CannotJoin at the deadline."""
-    import torch.distributed as dist
-
-    timeout = max(1.0, deadline - time.monotonic())
-    results: list[Any] = []
-
-    def connect() -> None:
-        try:
-            results.append(
-                dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
-                    address,
-                    port,
-                    launch.world_size,
-                    hosts,
-                    timedelta(seconds=timeout),
-                    wait_for_workers=False,  # `_meet` knows which ranks are missing
-                    multi_tenant=hosts,
-                    use_libuv=environment.get("USE_LIBUV", "1") == "1",
-                )
-            )
-        except Exception as error:
-            results.append(error)
-
-    attempt = Thread(target=connect, daemon=True)  # torch waits without an end for an answer that never comes
-    with _without_torchs_log():
-        attempt.start()
-        attempt.join(timeout)
-    if results and not isinstance(results[0], Exception):
-        return cast("Store", results[0])
-    why = str(results[0]).splitlines()[0] if results else f"no answer in {timeout:.0f} s"
-    raise CannotJoin(
-        f"rank {launch.rank}: what listens at MASTER_ADDR = {address!r}, MASTER_PORT = {port} is not the store of rank "
-        f"0: {why:.200}",
-        hint="another program uses that port, or rank 0 has ended",
-        tries=["MASTER_PORT=another port, the same for all ranks"],
-    )
-
-
-@contextmanager
-def _without_torchs_log() -> Iterator[None]:
-    """Context in which nothing is written to stderr: torch logs each attempt to connect with a stack of C++ frames."""
-    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nothing)
+    if failure:
+        whose = "its own port by" if hosts else "the other ranks at"
+        raise CannotJoin(
+            f"rank {launch.rank} cannot reach {whose} MASTER_ADDR = {address!r}, MASTER_PORT = {port}: {failure}",
+            hint="MASTER_ADDR is the host of rank 0"
+            + ("" if hosts else ", which must have started and listen on that port (firewalls?)"),
+            tries=[
+                "MASTER_ADDR=host or address of rank 0, the same for all ranks (torchrun: --rdzv-endpoint HOST:PORT)"
+            ],
+        )
 
 
 def _meet(store: "Store", launch: Launched, deadline: float, *, attempt: str) -> None:

@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from converters.common.errors import ConfigError, TitanError
-from trainer.ranks import rendezvous
+from trainer.ranks import rendezvous, store
 from trainer.ranks.rendezvous import LostRank, join_store, launched
 
 SECS = 1
@@ -18,7 +18,7 @@ SECS = 1
 @pytest.fixture(autouse=True)
 def shared_stderr(monkeypatch):
     """Threads would take each other's."""
-    monkeypatch.setattr(rendezvous, "_without_torchs_log", nullcontext)
+    monkeypatch.setattr(store, "_without_torchs_log", nullcontext)
     monkeypatch.setattr(rendezvous, "_GRACE_SECS", SECS / 4)
 
 
