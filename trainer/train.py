@@ -1,5 +1,6 @@
 """The training loop: build, load, train, save. Read this first."""
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -45,11 +46,17 @@ from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
 
 
-def main(config: Config, *, ignore_memory: bool = False, tell_launcher: Callable[[str], None] | None = None) -> None:
+def main(
+    config: Config,
+    *,
+    ignore_memory: bool = False,
+    tell_launcher: Callable[[str], None] | None = None,
+    is_described: bool = False,
+) -> None:
     """Train on this rank, together with the other ranks that the launcher has started.
 
     `ignore_memory`: start even if weights, gradients and moments exceed the memory that is available.
-    `tell_launcher`: see StopRequest.
+    `tell_launcher`: see StopRequest. `is_described`: the launcher has checked the run, and printed its first lines.
     Raises NumericalFault before an update with NaN, and Preempted after saving on request.
     """
     stop = StopRequest(tell_launcher=tell_launcher)
@@ -60,7 +67,7 @@ def main(config: Config, *, ignore_memory: bool = False, tell_launcher: Callable
             init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
         )
     job = resolve_job(config, dist.get_world_size(), option="--nproc")
-    if not tell_launcher:  # else it has checked and described the run before this rank started
+    if not is_described:
         for line in on_first(ranks.agreement, lambda: described(job, ranks.device)):
             note(line)
     if not ignore_memory:
@@ -166,8 +173,10 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(data.loader)
 
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # on each machine: Ctrl-C reaches the ranks of one
+
     def say_lost(step: int) -> None:
-        if dist.get_rank() == 0 and stop.takes_interrupts:
+        if is_first_here and stop.takes_interrupts:
             stop.report_step(lost_steps(step, kept=max(checkpoints.last_good_step or 0, num_done)))
 
     first_step = phase("compiling, in the first step" if config.compile.enable else "running the first step")

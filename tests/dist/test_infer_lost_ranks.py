@@ -16,7 +16,7 @@ from tests.dist.infer_ranks import ARGUMENTS, TITAN, cpu_secs, is_alive, outside
 from tests.json_lines import write_lines
 from tests.models.llama import write as write_llama
 from titan_tools.infer import run as infer_run
-from titan_tools.launch import agent
+from titan_tools.launch.launch import Launch
 
 slow = pytest.mark.slow
 AGENT_KILLS_AFTER_SECS = 30  # what has not ended after SIGTERM
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_ends_the_others(titan_and_ranks, hf, tmp_path, monkeyp
     program = tmp_path / "rank.py"
     program.write_text(DYING_RANK)
     monkeypatch.setenv("DYING", dying)
-    monkeypatch.setattr(infer_run, "run_ranks", partial(agent.run_ranks, program=("-P", str(program))))
+    monkeypatch.setattr(infer_run, "Launch", partial(Launch, program=("-P", str(program))))
     code, _, err = titan_and_ranks("infer", hf, *ARGUMENTS, "--tp", "2")
     ended_after = time.time() - float((tmp_path / "rank.py.died").read_text())
     assert code == 3

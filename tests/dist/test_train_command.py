@@ -13,7 +13,7 @@ import pytest
 
 from tests.dist.runs import differences, make_data, read_losses, run
 from tests.torchtitan_release import write_first_run
-from titan_tools.launch import agent
+from titan_tools.launch import training
 from trainer.config.load import load_config
 from trainer.ranks.signals import interrupt_answer
 
@@ -265,7 +265,7 @@ def test_the_rank_that_failed_is_reported_and_no_other(config, tmp_path, fault, 
     ],
 )
 def test_config_errors_are_reported_before_any_rank_starts(titan, config, arguments, message, monkeypatch):
-    monkeypatch.setattr(agent, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(training, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     code, out, err = titan("train", config, *arguments)
     assert (code, out) == (2, "")
     assert message in err and err.count("error:") == 1

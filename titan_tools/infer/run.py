@@ -28,6 +28,7 @@ from titan_tools.infer.tasks.one_prompt import prepare_one
 from titan_tools.infer.tasks.results_settings import recorded_moment
 from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.launch.agent import run_ranks
+from titan_tools.launch.launch import Launch, environment_of_ranks
 from titan_tools.launch.rank import inside_launch, rank_errors
 from titan_tools.terminal.console import note
 from trainer.ranks.agree import on_each
@@ -159,9 +160,9 @@ def _start_ranks(request: Request, tp: int) -> None:
     with tempfile.TemporaryDirectory(prefix="titan-infer-") as folder:
         path = Path(folder) / "request.json"
         save_request(request, path)
-        argv = ["infer", f"--tp={tp}", f"--request={path}", "--", str(request.checkpoint)]
+        command = ("infer", f"--tp={tp}", f"--request={path}", "--", str(request.checkpoint))
         try:
-            exit_code = run_ranks(argv, nproc=tp, saves=False)
+            exit_code = run_ranks(Launch(command, nproc=tp, environment=environment_of_ranks(tp)), saves=False)
         except BaseException as error:
             if request.out and request.out.exists():
                 error.add_note(f"finished results are in {request.out}; the same command resumes there")

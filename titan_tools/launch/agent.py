@@ -1,4 +1,4 @@
-"""Start N ranks on this machine with torch's elastic agent.
+"""Start the ranks of a node with torch's elastic agent.
 
 The parent forwards signals to the ranks, reports the first error of a rank, and returns its exit code.
 """
@@ -10,39 +10,32 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titan_tools.launch.failures import RankFailure, raise_first_failure
+from titan_tools.launch.failures import RankFailure, raise_first_failure, stopped_while_starting
+from titan_tools.launch.launch import Launch
 from titan_tools.launch.launched import PARENT_PID, STEP_DONE
 from titan_tools.terminal.interrupts import Handler
 from trainer.observability.status_line import is_possible
+from trainer.ranks.rendezvous import LostRank
 from trainer.ranks.signals import write_at_once
 
-TITAN = ("-P", "-m", "titan_tools")  # -P: a `trainer` folder in the working directory must not shadow ours
 
-
-def run_ranks(
-    argv: Sequence[str],
-    *,
-    nproc: int,
-    program: Sequence[str] = TITAN,
-    saves: bool = True,
-    interrupt_answer: str = "",
-) -> int:
-    """Run `titan ARGV…` on `nproc` ranks and return its exit code; `program` are Python's arguments before ARGV.
+def run_ranks(launch: Launch, *, saves: bool = True, interrupt_answer: str = "") -> int:
+    """Run the ranks of this node and return their exit code.
 
     `saves`: on SIGTERM the ranks save and exit. Otherwise SIGTERM kills them and then has its previous effect here.
     `interrupt_answer`: printed at the first Ctrl-C after `report_step_done`, which is sent to the ranks; any other
     Ctrl-C kills them.
-    Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt, with a note on what is
-    lost, if Ctrl-C killed them.
+    Raises RankFailure with the message of the rank that failed first, LostRank or ConfigError if the nodes do not come
+    together, and KeyboardInterrupt, with a note on what is lost, if Ctrl-C killed the ranks.
     """
-    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent(), _note_on_loss(folder):
-        agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
+    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder, _explained_agent(launch), _note_on_loss(folder):
+        agent = _build_agent(launch, folder=folder)
         with _forward_signals(agent, saves=saves, interrupt_answer=interrupt_answer):
             try:
                 result = agent.run()
@@ -65,55 +58,71 @@ def _note_on_loss(folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def _explained_agent() -> Iterator[None]:
-    """Around the agent, which meets itself at a free port of localhost. Raises RankFailure if it cannot."""
+def _explained_agent(launch: Launch) -> Iterator[None]:
+    """Around the agent: a failed connection raises LostRank between nodes, and RankFailure on one machine.
+
+    There the agent meets itself at a free port of localhost.
+    """
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     try:
         yield
     except (RendezvousError, dist.DistError, socket.gaierror) as error:
+        reason = f"{str(error).splitlines()[0]:.200}"
+        if launch.rendezvous:
+            raise LostRank(
+                f"this node has lost the one that hosts --rdzv-endpoint {launch.rendezvous}: {reason}",
+                hint="it has ended, or cannot be reached any more; its own output says more",
+            ) from error
         raise RankFailure(
-            f"ranks cannot be started: titan cannot connect to itself at localhost: {str(error).splitlines()[0]:.200}",
+            f"ranks cannot be started: titan cannot connect to itself at localhost: {reason}",
             exit_code=2,
             hint="localhost must resolve to this machine (/etc/hosts), and a process must be able to listen there",
         ) from error
 
 
-def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
-    import torch.distributed.elastic.rendezvous.registry as rdzv_registry
+def _build_agent(launch: Launch, *, folder: str) -> Any:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     # The agent logs every rank that it stops; `raise_first_failure` reports the cause once.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ[PARENT_PID] = str(os.getpid())
-    # with -P the working directory is not on the import path of the ranks: add the folder of this package
-    home = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    rendezvous = RendezvousParameters(
-        backend="c10d",
-        endpoint="localhost:0",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="localhost",
-    )
+    os.environ |= {**launch.environment, PARENT_PID: str(os.getpid())}
+    if launch.rendezvous is None:
+        handler = _rendezvous_of_one()
+    else:
+        from titan_tools.launch.nodes import join_nodes
+
+        handler = join_nodes(launch)
     spec = WorkerSpec(
         role="titan",
-        local_world_size=nproc,
+        local_world_size=launch.nproc,
         entrypoint=sys.executable,
-        args=tuple(args),
-        rdzv_handler=rdzv_registry.get_rendezvous_handler(rendezvous),
+        args=(*launch.program, *launch.command),
+        rdzv_handler=handler,
         max_restarts=0,
         monitor_interval=0.1,
-        local_addr="localhost",
     )
     return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=folder))
+
+
+def _rendezvous_of_one() -> Any:
+    """The rendezvous of an agent with itself: all ranks are on this machine."""
+    import torch.distributed.elastic.rendezvous.registry as rdzv_registry
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    return rdzv_registry.get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="localhost",
+        )
+    )
 
 
 @contextmanager
@@ -137,6 +146,8 @@ def _forward_signals(agent: Any, *, saves: bool, interrupt_answer: str) -> Itera
 
     def request_stop(number: int, frame: FrameType | None) -> None:
         nonlocal stop_requested
+        if agent.get_worker_group().group_rank is None:  # it waits for other nodes
+            raise stopped_while_starting()
         if stop_requested and number == signal.SIGTERM:
             kill_ranks(number, frame)
         stop_requested = stop_requested or number == signal.SIGTERM

@@ -19,6 +19,11 @@ class RankFailure(TitanError):
         self.kind = kind
 
 
+def stopped_while_starting() -> RankFailure:
+    """The failure if a stop request comes before any rank trains."""
+    return RankFailure("stopped on request while starting: there was nothing to save yet", exit_code=75)
+
+
 _WHY_ENDED = {
     signal.SIGKILL: "the kernel sends SIGKILL when memory runs out",
     signal.SIGABRT: "NCCL's watchdog sends SIGABRT to a rank whose collective timed out; its message is above, and the"
@@ -50,5 +55,5 @@ def raise_first_failure(failures: dict[int, Any], *, saves: bool = True) -> int:
     if not codes and not saves:
         raise RankFailure("the ranks were ended by SIGTERM from outside", exit_code=143)
     if not codes:  # the stop request came before any rank had installed its handler
-        raise RankFailure("stopped on request while starting: there was nothing to save yet", exit_code=75)
+        raise stopped_while_starting()
     return int(codes[0])

@@ -10,3 +10,8 @@ STEP_DONE = "TITAN_STEP_DONE"  # names a file in which rank 0 says, from the fir
 def started_by_titan() -> bool:
     """True on a rank of `run_ranks`: the parent has done all checks that are needed only once."""
     return bool(os.environ.get(PARENT_PID))
+
+
+def has_all_ranks() -> bool:
+    """True on a rank of `run_ranks` if the parent started all ranks of the job, and so has described the run."""
+    return started_by_titan() and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

@@ -217,18 +217,21 @@ def _create(interfaces: str, *, lazy: bool) -> tuple[Any, ...]:
 
 
 def own_address() -> str | None:
-    """The address of this machine that other ranks reach: the one that routes to MASTER_ADDR. None without it.
-
-    torch takes the host name's address, which is 127.0.1.1 on many machines. On the machine of MASTER_ADDR itself that
-    route may be loopback, too; then it is the address of the default route.
-    """
+    """The address of this machine that other ranks reach: the one that routes to MASTER_ADDR. None without it."""
     master = os.environ.get("MASTER_ADDR")
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    addresses = [_source_address(host) for host in (master, *_ELSEWHERE) if host] if master else []
-    found = [address for address in addresses if address]
-    if is_one_machine:
-        return found[0] if found else None
-    return next((a for a in found if not ipaddress.ip_address(a).is_loopback), found[0] if found else None)
+    return address_towards(master, may_be_loopback=is_one_machine) if master else None
+
+
+def address_towards(host: str, *, may_be_loopback: bool = False) -> str | None:
+    """The address of this machine that routes to `host`. None without a route.
+
+    torch takes the host name's address, which is 127.0.1.1 on many machines. On `host` itself that route may be
+    loopback, too; then it is the address of the default route.
+    """
+    addresses = [address for each in (host, *_ELSEWHERE) if (address := _source_address(each))]
+    from_outside = (a for a in addresses if may_be_loopback or not ipaddress.ip_address(a).is_loopback)
+    return next(from_outside, addresses[0] if addresses else None)
 
 
 _ELSEWHERE = (

@@ -10,22 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from titan_tools.launch import devices
 from titan_tools.launch.agent import run_ranks
-from titan_tools.launch.devices import count_gpus
 from titan_tools.launch.failures import RankFailure, raise_first_failure
+from titan_tools.launch.launch import Launch, environment_of_ranks
 
 ROOT = Path(__file__).resolve().parents[4]
 PARENT = """
 import sys
 from converters.common.errors import TitanError
 from titan_tools.launch.agent import run_ranks
+from titan_tools.launch.launch import Launch, environment_of_ranks
 try:
     saves = len(sys.argv) < 3
     answer = "answered" if saves else ""
-    sys.exit(run_ranks([], nproc=2, program=["-P", sys.argv[1]], saves=saves, interrupt_answer=answer))
+    launch = Launch((), nproc=2, environment=environment_of_ranks(2), program=("-P", sys.argv[1]))
+    sys.exit(run_ranks(launch, saves=saves, interrupt_answer=answer))
 except TitanError as error:
     print("error:", error.message, "| hint:", error.hint, "| tries:", error.tries, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -70,7 +70,12 @@ def run(tmp_path, monkeypatch):
     for name in ("OMP_NUM_THREADS", "TITAN_LAUNCH", "PYTHONPATH", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.setenv(name, "")  # so that what the launch sets is taken back afterwards
         monkeypatch.delenv(name)
-    return lambda body: run_ranks([], nproc=2, program=["-P", str(_write_rank(tmp_path, body))])
+
+    def start(body):
+        program = ("-P", str(_write_rank(tmp_path, body)))
+        return run_ranks(Launch((), nproc=2, environment=environment_of_ranks(2), program=program))
+
+    return start
 
 
 def _wait_for_ranks(tmp_path, what="ready"):
@@ -323,21 +328,6 @@ with rank_errors():
     environment = os.environ | {"TITAN_LAUNCH": parent_id, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == ((0, "lives\n") if lives else (3, "")), done.stderr
-
-
-def test_gpus_are_counted_unless_absent_or_hidden(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(devices, "Path", lambda place: tmp_path)  # for /dev
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    (tmp_path / "nvidiactl").touch()
-    assert count_gpus() == 0
-    for name in ("nvidia3", "kfd", "dxg"):
-        (tmp_path / name).touch()
-        assert count_gpus() == 4, name
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert count_gpus() == 0
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-        (tmp_path / name).unlink()
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path):

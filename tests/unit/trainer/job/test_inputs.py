@@ -11,7 +11,7 @@ import pytest
 
 from converters.common.errors import CheckpointError, ConfigError, DataError
 from tests.dist.runs import make_data
-from titan_tools.launch import agent
+from titan_tools.launch import training
 from trainer.checkpoints.recorded import BATCH, Recorded
 from trainer.checkpoints.run_lock import only_run
 from trainer.config.load import load_config
@@ -33,7 +33,7 @@ OWN = Path("outputs/debug/checkpoint")
 def folder(tmp_path, monkeypatch):
     """The working folder, with data and the seed of another model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agent, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(training, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     make_data(tmp_path)
     return tmp_path
 
