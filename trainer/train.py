@@ -28,6 +28,7 @@ from trainer.job.memory_bound import require_on_ranks
 from trainer.job.record import Job
 from trainer.job.resume import as_text, refuse_other_job, resumed_job, say_changes, settings_of
 from trainer.job.run_header import header_lines, notes_of
+from trainer.job.same_config import require_same_config
 from trainer.models.objectives import get_objective
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note, phase
@@ -66,6 +67,7 @@ def main(
         ranks = join_ranks(
             init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
         )
+    require_same_config(config, ranks.agreement)
     job = resolve_job(config, dist.get_world_size(), option="--nproc")
     if not is_described:
         for line in on_first(ranks.agreement, lambda: described(job, ranks.device)):

@@ -5,21 +5,20 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from converters.common.errors import TitanError
+from converters.common.errors import ConfigError, TitanError
 from tests.dist.pool import FORK_SERVER
-from tests.dist.runs import read_losses
-from tests.dist.test_train_command import config, data  # noqa: F401  the run of two ranks on one machine
 from titan_tools.launch import nodes
 from titan_tools.launch.launch import Launch, Rendezvous, environment_of_ranks
 from titan_tools.launch.nodes import join_nodes
+from trainer.config.sections import Config, Optimizer, Training
+from trainer.job.same_config import require_same_config
 from trainer.ranks.rendezvous import CannotJoin, LostRank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,34 +205,17 @@ def test_addresses_of_this_machine_are_known():
     assert not nodes._is_own("192.0.2.7") and not nodes._is_own("no-such-host.invalid")
 
 
-def _titan(config, port, *overrides, dump_folder):  # noqa: F811
-    command = [sys.executable, "-P", "-m", "titan_tools", "train", config, "--nproc", 1]
-    command += ["--nnodes", 2, "--rdzv-endpoint", f"localhost:{port}", "--job.dump_folder", dump_folder, *overrides]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(list(map(str, command)), env=environment, text=True, **pipes)
+def _compare_configs(learning_rates, paths):
+    rank = dist.get_rank()
+    config = Config(optimizer=Optimizer(lr=learning_rates[rank]), training=Training(dataset_path=paths[rank]))
+    try:
+        require_same_config(config, dist.group.WORLD)
+    except ConfigError as error:
+        return error.message
+    return ""
 
 
-@pytest.mark.slow
-def test_two_nodes_train_as_one_machine(config, port, tmp_path):  # noqa: F811
-    processes = [_titan(config, port, dump_folder=tmp_path) for _ in range(2)]
-    outputs = [process.communicate(timeout=ENOUGH_SECS) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert read_losses(tmp_path) == read_losses(config.parent)
-    headers = [err for _, err in outputs if "mesh         2 ranks on the CPU: dp_shard=2" in err]
-    assert len(headers) == 1 and all("2 nodes at localhost:" in err for _, err in outputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_node_that_is_killed_ends_the_others(config, port, tmp_path, killed):  # noqa: F811
-    processes = [_titan(config, port, "--training.steps", 1000, dump_folder=tmp_path) for _ in range(2)]
-    until = time.monotonic() + ENOUGH_SECS
-    while not (tmp_path / "checkpoint" / "step-2").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    processes[killed].kill()
-    _, err = processes[1 - killed].communicate(timeout=30)
-    assert processes[1 - killed].returncode == 3 and err.count("error:") == 1 and "lost a peer" in err
-    processes[killed].communicate()
+def test_ranks_that_read_different_configs_are_refused(pools):
+    assert pools[2].run(_compare_configs, [1e-3, 1e-3], ["/a", "/b"]) == ["", ""]  # copies on each machine
+    expected = "ranks have different configs:\n  optimizer.lr: 0.001 on rank 0, 0.002 on rank 1"
+    assert pools[2].run(_compare_configs, [1e-3, 2e-3], ["/a", "/b"]) == [expected] * 2

@@ -4,9 +4,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,35 @@ def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(con
     assert len(list((tmp_path / "scalars" / tmp_path.name).glob("events.*"))) == 1
     assert read_losses(tmp_path) == read_losses(config.parent)
     assert differences(tmp_path / "checkpoint" / "step-12", config.parent / "checkpoint" / "step-12") == []
+
+
+def _two_nodes(config, dump_folder, *overrides):
+    """Two agents of one rank each, as on two machines; smaller ones are in test_nodes.py."""
+    with closing(socket.create_server(("localhost", 0))) as free:
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    nodes = ("--nnodes", 2, "--rdzv-endpoint", endpoint, "--nproc", 1, "--job.dump_folder", dump_folder)
+    return [_start("train", config, *nodes, *overrides) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_as_one_machine(config, tmp_path):
+    processes = _two_nodes(config, tmp_path)
+    outputs = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert read_losses(tmp_path) == read_losses(config.parent)
+    assert [err.count("mesh         2 ranks on the CPU: dp_shard=2") for err in outputs] in ([0, 1], [1, 0])
+    assert all("starting 1 rank of 2, with 2 nodes at localhost:" in err for err in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_node_that_is_killed_ends_the_others(config, tmp_path, killed):
+    processes = _two_nodes(config, tmp_path, "--training.steps", 1000)
+    _wait_for(tmp_path / "checkpoint" / "step-2", processes[killed])
+    processes[killed].kill()
+    _, err = processes[1 - killed].communicate(timeout=60)
+    assert processes[1 - killed].returncode == 3 and err.count("error:") == 1 and "lost a peer" in err, err
+    processes[killed].communicate()
 
 
 SLOW = """

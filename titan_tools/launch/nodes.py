@@ -9,6 +9,7 @@ from datetime import timedelta
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -59,15 +60,19 @@ class Nodes(DynamicRendezvousHandler):
 
         attempt = Thread(target=join, daemon=True)  # torch lets a node that is too many wait without an end
         attempt.start()
-        while attempt.is_alive():
-            attempt.join(_POLL_SECS)
-            state = self._state_holder.state
-            nodes = dict(state.participants)
-            self._require_same_options(nodes)
-            if state.complete and own not in nodes:
-                raise self._too_many()
-            if time.monotonic() > self.deadline:
-                raise self._lost(nodes, f"joined within {_rendezvous(self.launch).timeout_secs} s")
+        nodes: dict[Any, int] = {}
+        try:
+            while attempt.is_alive():
+                attempt.join(_POLL_SECS)
+                state = self._state_holder.state
+                nodes = dict(state.participants)
+                self._require_same_options(nodes)
+                if state.complete and own not in nodes:
+                    raise self._too_many()
+                if time.monotonic() > self.deadline:
+                    raise self._lost(nodes, f"joined within {_rendezvous(self.launch).timeout_secs} s")
+        except dist.DistError as error:
+            raise self._lost(nodes, "were there when the one that hosts the store ended") from error
         nodes = self._state_holder.state.participants
         if isinstance(results[0], RendezvousError):
             raise self._lost(nodes, "were there when one of them ended") from results[0]
