@@ -233,18 +233,18 @@ def infer(
     with exit_on_interrupt():
         from titan_tools.infer.decoding.sampling import Sampling
         from titan_tools.infer.request import Request, load_request
-        from titan_tools.infer.run import infer
+        from titan_tools.infer.run import run_request
         from titan_tools.infer.text.prompts import read_prompt
 
     if request is not None:
-        infer(replace(load_request(request), checkpoint=checkpoint, tp=tp))
+        run_request(replace(load_request(request), checkpoint=checkpoint, tp=tp))
         return
     options = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens,
     }  # fmt: skip
     penalty = 1.0 if repetition_penalty is None else repetition_penalty
-    infer(
+    run_request(
         Request(
             checkpoint,
             Sampling(temperature or 0.0, top_k, top_p, min_p or None, penalty, seed),

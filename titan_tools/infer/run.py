@@ -35,7 +35,7 @@ from trainer.ranks.agree import on_each
 from trainer.ranks.machine import machine_identity
 
 
-def infer(request: Request) -> None:
+def run_request(request: Request) -> None:
     """Run a request and print its results, in this process or in the ranks that it starts."""
     with rank_errors():
         check_options(request, is_settled=not request.generation_config)
@@ -45,10 +45,10 @@ def infer(request: Request) -> None:
                 _start_ranks(request, tp)
             return
         with tensor_parallel_group(tp) as ranks:
-            _infer(ranks.done_by_first(lambda: _with_recorded_moment(request)), ranks)
+            _run_on_rank(ranks.done_by_first(lambda: _with_recorded_moment(request)), ranks)
 
 
-def _infer(request: Request, ranks: TPRanks) -> None:
+def _run_on_rank(request: Request, ranks: TPRanks) -> None:
     """The same steps on every rank: an error of one rank is raised on all of them."""
     checkpoints = find_checkpoints(request.checkpoint)
     while True:

@@ -270,9 +270,9 @@ def test_nothing_is_imported_that_takes_seconds(tmp_path):
 import sys
 from pathlib import Path
 from titan_tools.infer.request import Request
-from titan_tools.infer.run import infer
+from titan_tools.infer.run import run_request
 from titan_tools.infer.decoding.sampling import Sampling
-infer(Request(Path(sys.argv[1]), Sampling(), text="a", max_new_tokens=2))
+run_request(Request(Path(sys.argv[1]), Sampling(), text="a", max_new_tokens=2))
 slow = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers")
 slow += ("torchao", "sympy", "matplotlib", "tensorboard", "datasets", "pyarrow")
 print([name for name in slow if name in sys.modules], file=sys.stderr)
