@@ -1,11 +1,11 @@
 """Public Python API for checkpoints: convert, reshard, verify, compare, inspect and read; register a model family.
 
-A checkpoint is a path, or the name of a model that the hub's cache has: `meta-llama/Llama-3.2-1B`, `NAME@REVISION`.
+A checkpoint is a path, the name of a model that the hub's cache has (`meta-llama/Llama-3.2-1B`, `NAME@REVISION`), or a
+URI of a store that `register_store` has added.
 Importing it does not import torch. Functions raise the errors of this module, all of them subclasses of TitanError.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
@@ -28,8 +28,9 @@ from converters.layout.mesh_shape import MeshShape
 from converters.reshard import ReshardReport, ReshardRequest
 from converters.reshard import reshard as _reshard
 from converters.source.weights import NativeWeights, open_native
+from converters.store.base import Store, register_store
 from converters.store.hub_names import find_local
-from converters.store.location import Place, locate
+from converters.store.location import Location, Place, locate
 from converters.verify import verify as _verify
 
 __all__ = [
@@ -37,12 +38,13 @@ __all__ = [
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
     "Family", "ModelArgs", "Block", "GroupedQuery", "Dense", "Experts", "Parameter", "Role", "expert_parameters",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
-    "Drop", "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
+    "Drop", "register_store", "Location", "Store", "Place",
+    "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 
 
 def convert(
-    src: Path | str,
+    src: Place,
     dst: Place,
     *,
     to: str,
@@ -53,12 +55,12 @@ def convert(
     fused_experts: bool = False,
     drop_expert_bias: bool = False,
     quantize: str | None = None,
-    scales_from: Path | str | None = None,
+    scales_from: Place | None = None,
     mtp: str = "drop",
     keep_extra: bool | None = None,
     trained_by: str | None = None,
     select: str | None = None,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
     allow_nonfinite: bool = False,
@@ -124,7 +126,7 @@ def convert(
 
 
 def reshard(
-    src: Path | str,
+    src: Place,
     dst: Place,
     *,
     for_mesh: str | None = None,
@@ -134,7 +136,7 @@ def reshard(
     optimizer_dtype: str | None = None,
     drop: Sequence[str] = (),
     select: str | None = None,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     allow_missing: bool = False,
     workers: int = DEFAULT_WORKERS,
     digests: bool = True,
@@ -169,7 +171,7 @@ def reshard(
 
 
 def verify(
-    path: Path | str, *, quick: bool = False, select: str | None = None, model_from: Path | str | None = None
+    path: Place, *, quick: bool = False, select: str | None = None, model_from: Place | None = None
 ) -> VerifyReport:
     """Check a checkpoint: structure, names, shapes, checksums, digests. `quick` reads no tensor.
 
@@ -183,9 +185,7 @@ def verify(
     return _verify(find_local(path), quick=quick, select=select, model_from=_found(model_from))
 
 
-def diff(
-    a: Path | str, b: Path | str, *, select: Sequence[str] = (), model_from: Path | str | None = None
-) -> DiffReport:
+def diff(a: Place, b: Place, *, select: Sequence[str] = (), model_from: Place | None = None) -> DiffReport:
     """Compare two checkpoints of any formats: structure, dtypes and values, by native parameter names.
 
     `select`: the model of a checkpoint that holds several; two names are that of `a` and that of `b`.
@@ -199,7 +199,7 @@ def diff(
 
 
 def inspect(
-    path: Path | str, *, fold: bool = True, select: str | None = None, model_from: Path | str | None = None
+    path: Place, *, fold: bool = True, select: str | None = None, model_from: Place | None = None
 ) -> Inspection:
     """Describe a checkpoint from its headers: model, tensors, sections, values. `fold` groups tensors over layers.
 
@@ -210,9 +210,7 @@ def inspect(
     return inspect_checkpoint(find_local(path), fold=fold, select=select, model_from=_found(model_from))
 
 
-def open_checkpoint(
-    path: Path | str, *, select: str | None = None, model_from: Path | str | None = None
-) -> NativeWeights:
+def open_checkpoint(path: Place, *, select: str | None = None, model_from: Place | None = None) -> NativeWeights:
     """Open a checkpoint of any format to read its weights under native names. Use it as a context manager.
 
     Only headers are read here. `tensors` maps names to TensorInfo (dtype, shape); `read` returns a numpy array of a
@@ -225,7 +223,7 @@ def open_checkpoint(
     return open_native(find_local(path), select=select, model_from=_found(model_from))
 
 
-def _found(path: Path | str | None) -> Path | None:
+def _found(path: Place | None) -> Location | None:
     return None if path is None else find_local(path)
 
 

@@ -203,7 +203,6 @@ def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None)
 
 def _open_weights(request: Request, catalog: Catalog) -> NativeWeights:
     """The weights of the source. Raises CheckpointError that names the folder if it is one file of a series."""
-    src = request.src
     try:
         reading = Reading(
             allow_missing=request.allow_missing,
@@ -214,10 +213,12 @@ def _open_weights(request: Request, catalog: Catalog) -> NativeWeights:
         )
         return native_weights(catalog, reading, model_from=request.model_from)
     except CheckpointError as error:
-        if not (catalog.is_lone_file and is_of_series(src.name)):
+        if not (catalog.is_lone_file and is_of_series(catalog.file)):
             raise
         raise CheckpointError(
-            f"{src}: a part of a checkpoint, one file of a series", hint="give its folder", tries=[str(src.parent)]
+            f"{request.src}: a part of a checkpoint, one file of a series",
+            hint="give its folder",
+            tries=[str(catalog.location)],
         ) from error
 
 

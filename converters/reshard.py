@@ -94,7 +94,7 @@ class ReshardRequest:
     model, if `src` holds several.
     """
 
-    src: Path
+    src: Place
     dst: Place
     mesh: MeshShape | None = None
     num_files: int | None = None
@@ -103,7 +103,7 @@ class ReshardRequest:
     optimizer_dtype: str | None = None
     drop: Sequence[str] = ()
     select: str | None = None
-    model_from: Path | None = None
+    model_from: Place | None = None
     allow_missing: bool = False
 
 

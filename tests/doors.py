@@ -1,7 +1,6 @@
 """`convert` and `reshard` by keywords, for tests of all that their records hold."""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from converters import convert as conversion
@@ -19,26 +18,22 @@ def convert(
     *,
     to: str,
     source: str | None = None,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     **values: Any,
 ) -> conversion.ConvertReport:
     run = Run(**{name: values.pop(name) for name in _RUN & values.keys()})
     format = None if source is None else get_format(source)
     return conversion.convert(
-        Request(_place(src), locate(dst), get_format(to), source=format, model_from=_path(model_from), **values), run
+        Request(locate(src), locate(dst), get_format(to), source=format, model_from=_located(model_from), **values), run
     )
 
 
-def reshard(src: Place, dst: Place, *, model_from: Path | str | None = None, **values: Any) -> resharding.ReshardReport:
+def reshard(src: Place, dst: Place, *, model_from: Place | None = None, **values: Any) -> resharding.ReshardReport:
     run = Run(**{name: values.pop(name) for name in _RUN & values.keys()})
     return resharding.reshard(
-        resharding.ReshardRequest(_place(src), locate(dst), model_from=_path(model_from), **values), run
+        resharding.ReshardRequest(locate(src), locate(dst), model_from=_located(model_from), **values), run
     )
 
 
-def _place(place: Place) -> Any:
-    return place if isinstance(place, Location) else Path(place)
-
-
-def _path(path: Path | str | None) -> Path | None:
-    return None if path is None else Path(path)
+def _located(place: Place | None) -> Location | None:
+    return None if place is None else locate(place)

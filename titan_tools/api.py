@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from converters.store.location import Place
     from titan_tools.hub.download import DownloadReport
     from titan_tools.infer.generator import Generator
     from titan_tools.memory.estimate import Estimate
@@ -17,7 +18,7 @@ __all__ = ["download", "estimate", "list_models", "load_for_inference"]
 
 
 def load_for_inference(
-    checkpoint: Path | str,
+    checkpoint: "Place",
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     device: Literal["cpu", "cuda"] | None = None,
@@ -25,7 +26,7 @@ def load_for_inference(
     compile: bool = False,
     context: int | None = None,
     select: str | None = None,
-    model_from: Path | str | None = None,
+    model_from: "Place | None" = None,
 ) -> "Generator":
     """Load a checkpoint of any format for generation in this process.
 

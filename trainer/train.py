@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from converters.common.errors import Interrupted, NumericalFault, Preempted, TitanError
+from converters.store.location import Location
 from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.export import Exports
@@ -225,11 +226,11 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
 
 
 def load(
-    settings: Checkpoint, initial: Path | None, seed: int, state: RunState, checkpoints: Checkpoints
+    settings: Checkpoint, initial: Location | None, seed: int, state: RunState, checkpoints: Checkpoints
 ) -> Path | None:
     """Load the run's newest complete step; else the initial checkpoint; else draw initial weights from the seed.
 
-    Returns the checkpoint that was loaded.
+    Returns the path of the checkpoint that was loaded; None if it has none.
     """
     resumed = checkpoints.resume(state) if settings.enable else None
     if resumed:
@@ -240,7 +241,7 @@ def load(
     else:
         state.model.initialize(seed)
         note(f"started from initial weights, seed {seed}: there is no checkpoint to load")
-    return resumed or initial
+    return resumed or (initial.path if initial and not initial.scheme else None)
 
 
 def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:

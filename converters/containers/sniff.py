@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.store.base import Store, read_bytes
 from converters.store.location import Location
+from converters.store.paths import NotAFile
 
 _NUM_BYTES = 512
 
@@ -28,7 +29,10 @@ def refuse_foreign_files(store: Store, names: Iterable[str], *, pickles: bool = 
     """Raise for files that hold something else than weights. `pickles`: a bare pickle is what is expected."""
     problems: list[TitanError] = []
     for name in names:
-        start = first_bytes(store, name)
+        try:
+            start = first_bytes(store, name)
+        except NotAFile:  # reported when it is opened
+            continue
         if is_safetensors(start):  # a header of 640 bytes begins like a pickle (80 02)
             continue
         if not (pickles and start[:1] == b"\x80") and (problem := foreign_file_error(store.location / name, start)):

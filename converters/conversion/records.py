@@ -40,14 +40,14 @@ class Request:
     `model_from`; None: keep them if the source has native names. `trained_by`: one of trained_by.TRAINED_BY.
     """
 
-    src: Path
+    src: Place
     dst: Place
     output: Format
     source: Format | None = None
     options: OutputOptions = OutputOptions()  # noqa: RUF009  frozen
     dtype: str | None = None
     select: str | None = None
-    model_from: Path | None = None
+    model_from: Place | None = None
     allow_missing: bool = False
     allow_extra: bool = False
     allow_nonfinite: bool = False

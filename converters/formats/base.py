@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import ConfigError
 from converters.common.sizes import parse_shard_size
+from converters.store.location import Location, Place
 
 if TYPE_CHECKING:
     from converters.common.box import TensorInfo
@@ -144,12 +145,12 @@ class OutputOptions:
         refusal="only Hugging Face's and OpenAI's checkpoints are quantized; other formats hold the values",
     )
     # a quantized copy of the model
-    scales_from: Path | None = _option(
+    scales_from: Place | None = _option(
         "--scales-from",
         "With --quantize: keep the scales of this quantized checkpoint where the values still fit, so that weights "
         "that came from it become the same bytes again.",
         metavar="FOLDER",
-        kind=Path,
+        kind=Location,
         is_checkpoint=True,
         refusal="it keeps the scales of quantized weights",
     )

@@ -10,23 +10,25 @@ from pathlib import Path
 from converters.common.errors import CheckpointError
 from converters.store.commit import find_complete
 from converters.store.hub_checksums import default_cache
+from converters.store.location import Location, Place, locate
 
 _NAME = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 
 
-def find_local(path: Path | str, *, assets: str = "") -> Path:
-    """`path` or, if it names a model of the hub, its snapshot in the cache. What exists at `path` takes precedence.
+def find_local(place: Place, *, assets: str = "") -> Location:
+    """`place` or, if it names a model of the hub, its snapshot in the cache. What exists at `place` takes precedence.
 
     Raises CheckpointError for a model that the cache does not have; `assets`: the files of it that are needed, a value
     of `titan download --assets`. A path into an existing folder is returned as it is.
     """
-    named = _NAME.fullmatch(str(path))
-    if named is None or os.path.lexists(path) or find_complete(Path(path)).exists():
-        return Path(path)
+    location = locate(place)
+    named = _NAME.fullmatch(str(location))
+    if named is None or os.path.lexists(location.path) or find_complete(location.path).exists():
+        return location
     if (snapshot := _find_snapshot(named["repository"], named["revision"])) is not None:
-        return snapshot
+        return locate(snapshot)
     if Path(named["repository"]).parent.exists():
-        return Path(path)  # a typing error in a local path: its reader says what is there
+        return location  # a typing error in a local path: its reader says what is there
     raise _not_cached(named["repository"], named["revision"], assets)
 
 

@@ -49,6 +49,10 @@ class Location:
         """Whether this is `other` or below it, as far as the names say."""
         return self.scheme == other.scheme and self._parts.is_relative_to(other._parts)
 
+    def absolute(self) -> "Location":
+        """The path from the root of the file system; a URI as it is."""
+        return self if self.scheme else Location(str(self.path.absolute()))
+
     def with_name(self, name: str) -> "Location":
         """The location of this name in the same folder."""
         return self._with(self._parts.with_name(name))

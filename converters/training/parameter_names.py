@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from converters.naming.native_view import DEQUANTIZED, Reading, native_view
 from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.source.model_from import find_model_info
 from converters.source.weights import model_part, native_weights
+from converters.store.location import Place
 from converters.training.optimizer_state import STATE, ParameterNames
 from converters.views.catalog import Catalog
 from converters.views.expressions import Expression, Source
@@ -41,7 +41,7 @@ def read_spelling(
     catalog: Catalog,
     *,
     renamed: bool,
-    model_from: Path | str | None = None,
+    model_from: Place | None = None,
     allow_missing: bool = False,
     dequantized: str = DEQUANTIZED,
 ) -> Spelling:
@@ -73,7 +73,7 @@ def read_spelling(
     return Spelling(info, weights.naming, view.expressions, view.tensors, dropped, missing, names, weights.quantized)
 
 
-def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str | None) -> Spelling:
+def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Place | None) -> Spelling:
     info = find_model_info(catalog, model_part(catalog), model_from=model_from)
     with CatalogReader(catalog) as reader:
         states = _States(reader)

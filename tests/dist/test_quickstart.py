@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from converters.store import hub_names
+from converters.store.location import locate
 from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.pages.run_folder import summarize_run
 
@@ -26,7 +27,7 @@ def slow(test):
 
 
 def test_its_commands_parse(monkeypatch):
-    monkeypatch.setattr(hub_names, "find_local", Path)  # its folders do not exist here, and are no models of the hub
+    monkeypatch.setattr(hub_names, "find_local", locate)  # its folders do not exist here, and are no models of the hub
     script = SCRIPT.read_text().replace("\\\n", " ")
     script = script.replace('"${say[@]}"', re.search(r"^say=\((.*)\)", script, re.M)[1])
     script = re.sub(r"\$\(\([^)]*\)\)", "7", script)  # arithmetic

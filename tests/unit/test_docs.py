@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from converters.api import convert
 from converters.store import hub_names
+from converters.store.location import locate
 from scripts.bench.readme import BEGIN, END, MEASURED, PICTURE, picture
 from scripts.bench.readme import table as measured_table
 from scripts.docs_site import cli_reference, config_reference, on_page_markdown
@@ -89,7 +90,7 @@ def test_the_figures_of_the_readme_are_the_measured_ones():
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "extend.md"], ids=lambda page: page.name)
 def test_commands_of_a_page_parse(page, monkeypatch):
-    monkeypatch.setattr(hub_names, "find_local", Path)  # no model of the pages is in the cache
+    monkeypatch.setattr(hub_names, "find_local", locate)  # no model of the pages is in the cache
     for words in titan_lines(page.read_text()):
         done = CliRunner().invoke(parse_only(), words[1:])
         assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}"

@@ -66,6 +66,7 @@ BELOW = {
         "quantized",
         "source",
         "views",
+        "store",
     },
     "formats": {
         *(
@@ -115,7 +116,6 @@ OPEN_THEMSELVES = {
     "trainer/checkpoints/export_plan",
     "trainer/checkpoints/failed_saves",
     "trainer/checkpoints/io",
-    "trainer/checkpoints/load",
     "trainer/checkpoints/run_lock",
     "trainer/checkpoints/shared_folder",
     "trainer/checkpoints/staging",

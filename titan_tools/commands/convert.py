@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from typer.core import TyperGroup
 from converters.common.errors import TitanError
 from converters.formats.base import OPTIONS, CommandHelp
 from converters.formats.registry import FORMATS
+from converters.store.location import Location, locate
 from titan_tools.commands.convert_options import (
     DEFAULT_WORKERS,
     AllowExtra,
@@ -140,8 +140,8 @@ def _register(
     def argument(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
         return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
-    dst = typer.Argument(metavar="DST", help=destination, show_default=False)
-    parameters = [argument("src", Source), argument("dst", Annotated[Path, dst])]
+    dst = typer.Argument(metavar="DST", help=destination, show_default=False, parser=locate)
+    parameters = [argument("src", Source), argument("dst", Annotated[Location, dst])]
     if to is None:
         option = typer.Option(help="The format to write.", show_default=False)
         parameters.append(argument("to", Annotated[_FormatName, option]))
@@ -152,8 +152,8 @@ def _register(
 
     def command(
         *,
-        src: Path,
-        dst: Path,
+        src: Location,
+        dst: Location,
         no_digest: bool,
         as_json: bool,
         mtp: Layers,

@@ -1,24 +1,24 @@
 """The options that `titan convert` and other commands share: their types and help."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from converters.formats.base import OPTIONS
+from converters.store.location import Location, locate
 from titan_tools.terminal.completion import complete_checkpoint, complete_dtype
 
 
-def find_checkpoint(context: typer.Context, path: Path | None) -> Path | None:
+def find_checkpoint(context: typer.Context, place: Location | None) -> Location | None:
     """The callback of a parameter that takes a checkpoint: the snapshot of a model that is named as on the hub."""
-    if path is None or context.resilient_parsing:  # the latter during completion
-        return path
+    if place is None or context.resilient_parsing:  # the latter during completion
+        return place
     from converters.store.hub_names import find_local
     from titan_tools.terminal.console import note
 
-    if (found := find_local(path)) != path:
-        note(f"{path}: {found}")
+    if (found := find_local(place)) != place:
+        note(f"{place}: {found}")
     return found
 
 
@@ -34,6 +34,7 @@ def checkpoint_option(*flags: str, metavar: str, help: str) -> Any:
 
 _CHECKPOINT: dict[str, Any] = {
     "show_default": False,
+    "parser": locate,  # no Path is made of a URI
     "callback": find_checkpoint,
     "autocompletion": complete_checkpoint,
 }
@@ -48,12 +49,14 @@ def format_option(field: str) -> Any:
 
 
 Source = Annotated[
-    Path,
+    Location,
     checkpoint_argument("SRC", "A checkpoint folder or file, or a model's name in the hub's cache; never changed."),
 ]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to create.", show_default=False)]
+Destination = Annotated[
+    Location, typer.Argument(metavar="DST", help="The folder to create.", show_default=False, parser=locate)
+]
 Checkpoint = Annotated[
-    Path,
+    Location,
     checkpoint_argument(
         "CHECKPOINT", "A checkpoint folder or file of any format, or a model's name in the hub's cache."
     ),
@@ -71,7 +74,7 @@ DType = Annotated[
 ForMesh = Annotated[str | None, format_option("mesh")]
 ShardSize = Annotated[str | None, format_option("shard_bytes")]
 ModelFrom = Annotated[
-    Path | None,
+    Location | None,
     checkpoint_option(
         metavar="FOLDER",
         help="Take config.json, params.json or titan_model.json and the tokenizer from here, "

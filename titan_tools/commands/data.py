@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from converters.store.location import Location
 from titan_tools.commands.convert_options import checkpoint_option
 
 data_app = typer.Typer(
@@ -37,7 +38,7 @@ def prepare(
         int, typer.Option("--vocab-size", metavar="N", help="Vocabulary size of the tokenizer to train.")
     ] = 2048,
     tokenizer: Annotated[
-        Path | None,
+        Location | None,
         checkpoint_option(
             "--tokenizer",
             metavar="FOLDER",
@@ -86,11 +87,12 @@ def prepare(
     from trainer.data.document_text import special_text_note
     from trainer.data.prepare import prepare as make
 
+    existing = None if tokenizer is None else tokenizer.path
     report = make(
         sources or [],
         out,
         vocab_size=vocab_size,
-        tokenizer=tokenizer,
+        tokenizer=existing,
         held_out=held_out,
         max_bytes=max_bytes,
         text_key=text_key,
@@ -98,11 +100,11 @@ def prepare(
         skip_bad=skip_bad,
         overwrite=overwrite,
     )
-    if tokenizer and (text := tokenizer_note(tokenizer)):
+    if existing and (text := tokenizer_note(existing)):
         note(text)
     for line in tokenizer_notes(find_assets(out)):
         note(line)
-    if tokenizer:
+    if existing:
         note(document_ends(find_assets(out)).described)
     if text := special_text_note(report.special_tokens_as_text, "--special-tokens"):
         note(text)

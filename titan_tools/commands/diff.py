@@ -1,16 +1,18 @@
 """titan diff: compare two checkpoints."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from converters.store.location import Location
 from titan_tools.commands.convert_options import checkpoint_argument, checkpoint_option
 
 
 def diff(
-    a: Annotated[Path, checkpoint_argument("A", "A checkpoint of any format, or a model's name in the hub's cache.")],
-    b: Annotated[Path, checkpoint_argument("B", "Another one, of the same or another format.")],
+    a: Annotated[
+        Location, checkpoint_argument("A", "A checkpoint of any format, or a model's name in the hub's cache.")
+    ],
+    b: Annotated[Location, checkpoint_argument("B", "Another one, of the same or another format.")],
     select: Annotated[
         list[str] | None,
         typer.Option(
@@ -20,7 +22,7 @@ def diff(
         ),
     ] = None,
     model_from: Annotated[
-        Path | None,
+        Location | None,
         checkpoint_option(
             metavar="FOLDER",
             help="Take config.json, params.json or titan_model.json from here, where a checkpoint has none.",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from converters.store.location import Location
 from titan_tools.commands.convert_options import ModelFrom, Select, checkpoint_argument
 from titan_tools.terminal.interrupts import exit_on_interrupt
 
@@ -28,7 +29,7 @@ class _Truncate(StrEnum):
 
 def infer(
     checkpoint: Annotated[
-        Path,
+        Location,
         checkpoint_argument(
             "CHECKPOINT",
             "A DCP folder, a run's folder (its newest complete step), an HF folder, a model's name in the hub's cache, "

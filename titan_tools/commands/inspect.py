@@ -8,6 +8,7 @@ import typer
 
 from converters.common.errors import ConfigError
 from converters.common.names import METRICS_FILE
+from converters.store.location import locate
 from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ def inspect(
     """
     from titan_tools.pages.run_folder import is_run_folder
 
-    paths = [checkpoint, *(runs or [])]
-    folders = list(dict.fromkeys(path.parent if path.name == METRICS_FILE else path for path in paths))
+    places = [checkpoint, *map(locate, runs or [])]
+    places = list(dict.fromkeys(place.parent if place.name == METRICS_FILE else place for place in places))
+    is_remote = checkpoint.scheme and len(places) == 1 and not (plot or loss_curve)  # and so no folder of a run
+    folders = [] if is_remote else [place.path for place in places]
     if plot or loss_curve:
         _draw(folders, plot, loss_curve)
     elif len(folders) > 1:
@@ -57,7 +60,7 @@ def inspect(
     if len(folders) > 1:
         _compare_runs(folders, as_json=as_json)
         return
-    if is_run_folder(folders[0]):
+    if folders and is_run_folder(folders[0]):
         _inspect_run(folders[0], as_json=as_json)
         return
     from converters.inspect import inspect_checkpoint, summarize_values

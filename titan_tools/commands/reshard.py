@@ -1,10 +1,10 @@
 """titan reshard: the same DCP checkpoint, sharded for another mesh."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from converters.store.location import Location
 from titan_tools.commands.convert_options import (
     DEFAULT_WORKERS,
     Destination,
@@ -24,7 +24,7 @@ from titan_tools.terminal.completion import complete_dtype
 
 
 def reshard(
-    src: Annotated[Path, checkpoint_argument("SRC", "A DCP checkpoint folder; it is never changed.")],
+    src: Annotated[Location, checkpoint_argument("SRC", "A DCP checkpoint folder; it is never changed.")],
     dst: Destination,
     for_mesh: ForMesh = None,
     num_files: Annotated[

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import DCP_METADATA
-from converters.store.hf_cache import snapshot_of
+from converters.source.open import local_folder
+from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_files, read_manifest
 from converters.tokenizers.assets import TOKENIZERS, find_assets
 from titan_tools.infer.text.chat_template import has_template
@@ -21,20 +22,21 @@ _DATA = ".distcp"  # suffix of the files with tensors
 class FoundCheckpoint:
     """A checkpoint to try, and why newer steps were skipped; each reason is given once."""
 
-    folder: Path
+    place: Location
     is_step: bool = False  # of a run's folder: if it is damaged, an older one may be used
     skipped: tuple[str, ...] = ()
 
 
-def find_checkpoints(path: Path) -> Iterator[FoundCheckpoint]:
-    """`path` itself, or the steps of a run's folder that look complete, newest first.
+def find_checkpoints(place: Place) -> Iterator[FoundCheckpoint]:
+    """`place` itself, or the steps of a run's folder that look complete, newest first.
 
     A caller that takes another step has found the one before damaged, and reports that. Raises CheckpointError if no
     step is left.
     """
-    run = _folder_of_steps(path)
+    location = locate(place)
+    run = None if location.scheme else _folder_of_steps(location.path)
     if run is None:
-        yield FoundCheckpoint(path)
+        yield FoundCheckpoint(location)
         return
     problems: list[str] = []
     num_reported = 0
@@ -42,37 +44,37 @@ def find_checkpoints(path: Path) -> Iterator[FoundCheckpoint]:
         folder = step_folder(run, step)
         problem = size_problem(folder) or _small_file_problem(folder)
         if not problem:
-            yield FoundCheckpoint(folder, True, tuple(problems[num_reported:]))
+            yield FoundCheckpoint(locate(folder), True, tuple(problems[num_reported:]))
             problem, num_reported = "it is damaged", len(problems) + 1
         problems.append(f"{folder.name}: {problem}")
     raise CheckpointError(f"no step in {run} is complete:" + list_offenders(problems))
 
 
-def newest_step(path: Path) -> Path:
-    """The newest step with a .metadata file where `path` is a run's folder, with a note; else `path`."""
-    run = _folder_of_steps(path)
+def newest_step(place: Location) -> Location:
+    """The newest step with a .metadata file where `place` is a run's folder, with a note; else `place`."""
+    run = None if place.scheme else _folder_of_steps(place.path)
     steps = [step_folder(run, step) for step in list_steps(run)] if run else []
     complete = [step for step in steps if (step / DCP_METADATA).is_file()]
     if not complete:
-        return path
+        return place
     cut_off = ", ".join(step.name for step in steps[: steps.index(complete[0])])
     others = f"; another step: titan verify {complete[1]}" if len(complete) > 1 else ""
     note(
-        f"{path} is a run's folder: its newest step, {complete[0].name}, is verified"
+        f"{place} is a run's folder: its newest step, {complete[0].name}, is verified"
         + (f" ({cut_off}: no {DCP_METADATA}, an interrupted save)" if cut_off else "")
         + others
     )
-    return complete[0]
+    return locate(complete[0])
 
 
-def find_tokenizer(root: Path, model_from: Path | None, assets: Mapping[str, Path]) -> Path:
+def find_tokenizer(root: Path, model_from: Place | None, assets: Mapping[str, Path]) -> Path:
     """The folder of the tokenizer: the checkpoint's, `root`, else `model_from`.
 
     `assets`: of the open checkpoint. Where both folders have the tokenizer, it is the same one, and `model_from` is
     chosen if only it has a chat template. Raises CheckpointError if neither has a tokenizer.
     """
-    own, given = _tokenizer_in(root), _tokenizer_in(_folder_of(model_from)) if model_from else {}
-    places = [root, *([_folder_of(model_from)] if model_from else [])]
+    places = [root, *([local_folder(model_from)] if model_from else [])]
+    own, given = _tokenizer_in(root), _tokenizer_in(places[1]) if model_from else {}
     if own and own.items() <= assets.items():
         return places[-1] if own.keys() & given and has_template(places[-1]) and not has_template(root) else root
     if found := next(filter(_tokenizer_in, reversed(places)), None):
@@ -103,10 +105,6 @@ def _places_of_steps(path: Path) -> list[Path]:
     usual = path / Checkpoint().folder
     others = [p for p in sorted(path.iterdir()) if p.is_dir() and not p.is_symlink() and p != usual and list_steps(p)]
     return [path, usual, *(others if len(others) == 1 else ())]
-
-
-def _folder_of(path: Path) -> Path:
-    return snapshot_of(path) if path.is_dir() else path.parent
 
 
 def _tokenizer_in(folder: Path) -> dict[str, Path]:

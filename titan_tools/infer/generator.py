@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 
 from converters.common.errors import ConfigError
 from converters.source.weights import open_native
+from converters.store.location import Place, locate
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, generate
 from titan_tools.infer.decoding.likelihood import Likelihood
@@ -113,7 +112,7 @@ class Generator:
 
 
 def load_for_inference(
-    checkpoint: str | PathLike[str],
+    checkpoint: Place,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     device: Literal["cpu", "cuda"] | None = None,
@@ -121,7 +120,7 @@ def load_for_inference(
     compile: bool = False,
     context: int | None = None,
     select: str | None = None,
-    model_from: str | PathLike[str] | None = None,
+    model_from: Place | None = None,
 ) -> Generator:
     """Load a checkpoint of any format for generation in this process.
 
@@ -140,18 +139,18 @@ def load_for_inference(
     OutOfMemory.
     """
     request = Request(
-        Path(checkpoint),
+        locate(checkpoint),
         Sampling(),
         tp=1,
         dtype=dtype,
         quantize=quantize,
         compile=compile,
         select=select,
-        model_from=None if model_from is None else Path(model_from),
+        model_from=None if model_from is None else locate(model_from),
     )
     ranks = TPRanks(1, 0, own_device(1) if device is None else torch.device(device))
     for found in find_checkpoints(request.checkpoint):
-        with open_native(found.folder, select=request.select, model_from=request.model_from) as weights:
+        with open_native(found.place, select=request.select, model_from=request.model_from) as weights:
             work = prepare_work(request, weights)
             longest = work.args.max_seq_len
             if context is not None and not 2 <= context <= longest:

@@ -13,6 +13,7 @@ from converters.families.registry import get_family
 from converters.naming.namings import fused_with
 from converters.source.weights import NativeWeights
 from converters.store.digest import TensorDigest, digest_of_sum
+from converters.store.location import Location
 from converters.store.manifest import TensorSum
 from converters.tokenizers.assets import find_assets
 from converters.views.view import View
@@ -25,14 +26,14 @@ _DIGEST_BYTES = 16
 class Origin:
     """`weights` and `tokenizer` identify the content; `checkpoint` is where it was read from."""
 
-    checkpoint: Path
+    checkpoint: Location
     weights: str
     tokenizer: str
 
 
 def origin_of(weights: NativeWeights, *, tokenizer: Path) -> Origin:
     """The origin of open weights and of the tokenizer in a folder. Takes tenths of a second for any model size."""
-    return Origin(weights.catalog.root.absolute(), _weights_identity(weights), _tokenizer_identity(tokenizer))
+    return Origin(weights.catalog.location.absolute(), _weights_identity(weights), _tokenizer_identity(tokenizer))
 
 
 def _weights_identity(weights: NativeWeights) -> str:

@@ -67,9 +67,9 @@ def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -
         for skipped in found.skipped:
             note(f"skipped {skipped}")
         if found.is_step:
-            note(f"reading {found.folder}")
+            note(f"reading {found.place}")
         for text in filter(None, (*weights.notes, foreign_remark(weights.catalog, weights.naming, weights.info))):
-            note(f"{found.folder}: {text}")
+            note(f"{found.place}: {text}")
         for text in weights.info.notes:
             note(text)
     names = [name for names in weights.source.ledger.used.values() for name in names]

@@ -1,12 +1,13 @@
 """The options of one `titan infer` call: the record, how it is passed to ranks, and which options go together."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
 from converters.common.errors import ConfigError, list_offenders
+from converters.store.location import Location, locate
 from titan_tools.infer.decoding.sampling import Sampling, check_sampling
 from titan_tools.infer.text.prompts import FROM_BOS, why_empty
 
@@ -15,7 +16,7 @@ from titan_tools.infer.text.prompts import FROM_BOS, why_empty
 class Request:
     """One call: the command's options by their names. None is the default of the option's help."""
 
-    checkpoint: Path
+    checkpoint: Location
     sampling: Sampling
     # Prompts: one of the two, or neither for a conversation
     text: str | None = None
@@ -46,21 +47,23 @@ class Request:
     compile: bool = False
     batch_size: int | None = None  # sequences that decode together
     select: str | None = None  # of a checkpoint with several models
-    model_from: Path | None = None  # folder with the model's config and tokenizer
+    model_from: Location | None = None  # folder with the model's config and tokenizer
     ignore_memory: bool = False  # start even if weights and cache exceed the available memory
     # The time for the chat template: the first process's, since those of ranks could differ
     moment: datetime = field(default_factory=datetime.now)
 
 
-_PATHS = ("checkpoint", "batch", "out", "model_from")
+_PLACES: dict[str, Callable[[str], Path | Location]] = {
+    "checkpoint": locate, "batch": Path, "out": Path, "model_from": locate,
+}  # fmt: skip
 
 
 def save_request(request: Request, path: Path) -> None:
     """Write a request for `load_request`. Paths become absolute."""
     values = asdict(request)
-    for name in _PATHS:
+    for name in _PLACES:
         if values[name] is not None:
-            values[name] = str(Path(values[name]).absolute())
+            values[name] = str(locate(getattr(request, name)).absolute())
     values["moment"] = request.moment.isoformat()
     path.write_text(json.dumps(values), encoding="utf-8")
 
@@ -73,9 +76,9 @@ def load_request(path: Path) -> Request:
         values = None
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Request)}:
         raise ConfigError(f"--request {path}: not a file that titan wrote for its ranks; leave the option out")
-    for name in _PATHS:
+    for name, read in _PLACES.items():
         if values[name] is not None:
-            values[name] = Path(values[name])
+            values[name] = read(values[name])
     parsed = {"sampling": Sampling(**values["sampling"]), "moment": datetime.fromisoformat(values["moment"])}
     return Request(**values | parsed | {name: tuple(values[name]) for name in ("stop", "explicit")})
 

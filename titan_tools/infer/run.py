@@ -10,6 +10,7 @@ import torch
 import typer
 
 from converters.source.weights import NativeWeights, open_native
+from converters.store.location import locate
 from converters.tokenizers.tokenizer import tokenizer_note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.find import find_checkpoints
@@ -54,7 +55,7 @@ def _run_on_rank(request: Request, ranks: TPRanks) -> None:
     while True:
         found = ranks.done_by_first(lambda: next(checkpoints))
         with ranks.done_by_each(
-            open_native, found.folder, select=request.select, model_from=request.model_from
+            open_native, found.place, select=request.select, model_from=request.model_from
         ) as weights:
             work = ranks.done_by_each(prepare_work, request, weights)
             if ranks.is_first and (text := tokenizer_note(work.tokenizer_folder)):
@@ -82,7 +83,7 @@ def _run_on_rank(request: Request, ranks: TPRanks) -> None:
 def _needs_ranks(request: Request) -> bool:
     """Whether there is work for ranks. Problems with the request are raised here, before ranks start."""
     found = next(find_checkpoints(request.checkpoint))
-    with open_native(found.folder, select=request.select, model_from=request.model_from) as weights:
+    with open_native(found.place, select=request.select, model_from=request.model_from) as weights:
         work = prepare_work(request, weights)
         task = _prepare_task(work)
         if task.rows > 0 and not torch.cuda.is_available():
@@ -130,11 +131,11 @@ def _inputs_of(work: Work) -> dict[str, tuple[str, str]]:
         inputs["chat template"] = work.template.identity, model_from
     if request.batch is not None:
         with request.batch.open("rb") as file:
-            inputs["batch"] = file_digest(file, blake2b).hexdigest(), request.batch
+            inputs["batch"] = file_digest(file, blake2b).hexdigest(), locate(request.batch)
     host = machine_identity()[0]
     return {
-        name: (blake2b(identity.encode("utf-8", "surrogatepass")).hexdigest(), f"{path.absolute()} on {host}")
-        for name, (identity, path) in inputs.items()
+        name: (blake2b(identity.encode("utf-8", "surrogatepass")).hexdigest(), f"{place.absolute()} on {host}")
+        for name, (identity, place) in inputs.items()
     }
 
 

@@ -19,6 +19,7 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.store.commit import require_space
+from converters.store.location import Location, Place, locate
 from converters.tokenizers.assets import TOKEN_IDS
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
@@ -100,14 +101,14 @@ class Checkpoints:
             raise no_usable_step(self.folder, problems)
         return None
 
-    def candidates(self, initial: Path | None) -> list[Path]:
+    def candidates(self, initial: Location | None) -> list[Path]:
         """Checkpoints to resume from: the own steps, newest first, else `initial` if it gives the whole state."""
         settings = self._settings
 
         def find() -> list[Path]:
             steps = steps_to_load(self.folder, self._look(), settings.load_step) if settings.enable else []
             if not steps and initial and not settings.initial_load_model_only:
-                return [initial]
+                return [initial.path]
             return [path for path in (step_folder(self.folder, step) for step in steps) if not size_problem(path)]
 
         return on_first(self._group, find)
@@ -141,20 +142,22 @@ class Checkpoints:
         found = load_state(path, state, info=self._info, excluded=excluded, group=self._group, select=select)
         self._keep_fields(found)
 
-    def load_initial(self, path: Path, state: RunState) -> None:
+    def load_initial(self, place: Place, state: RunState) -> None:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
-        require_seen(path, self._group)
+        place = locate(place)
+        if not place.scheme:
+            require_seen(place.path, self._group)
         if self._settings.initial_load_model_only:
-            saved_info = load_weights(path, state, info=self._info, settings=self._settings, group=self._group)
+            saved_info = load_weights(place, state, info=self._info, settings=self._settings, group=self._group)
             self._keep_fields(saved_info)
-            if text := dropout_note(saved_info, path):
+            if text := dropout_note(saved_info, place):
                 note(text)
             if left_out := left_out_of_checkpoints(saved_info, self._info):
-                note(f"not copied from {path} into this run's checkpoints: {', '.join(left_out)}")
+                note(f"not copied from {place} into this run's checkpoints: {', '.join(left_out)}")
         else:
             select = self._settings.initial_load_select
-            refuse_other_weights(path, info=self._info, select=select)
-            self.load(path, state, select=select)
+            refuse_other_weights(place.path, info=self._info, select=select)
+            self.load(place.path, state, select=select)
 
     def _keep_fields(self, saved_info: ModelInfo) -> None:
         """Copy config.json's other fields from `saved_info` into this run's checkpoints, except the token ids."""

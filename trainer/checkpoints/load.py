@@ -31,6 +31,8 @@ from converters.engine.read import CatalogReader
 from converters.model.model_info import ModelInfo, describes_model, read_model_info
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
+from converters.store.base import Store, open_store
+from converters.store.location import Location, Place, locate
 from converters.store.manifest import Manifest, changed_since, check_files, check_sizes
 from converters.tokenizers.assets import CLASS_DEFAULTS
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizes_differently
@@ -58,8 +60,8 @@ T = TypeVar("T")
 class DamagedFiles(CheckpointError):
     """Files of a checkpoint differ from its manifest. Raised on all ranks, before anything was changed."""
 
-    def __init__(self, path: Path, problems: Sequence[str]):
-        error = changed_since(path, problems)
+    def __init__(self, place: Location, problems: Sequence[str]):
+        error = changed_since(place, problems)
         super().__init__(error.message, hint=error.hint, tries=error.tries)
         self.problems = problems
 
@@ -79,12 +81,13 @@ def load_state(
 
     Raises DamagedFiles if files differ from the manifest.
     """
-    manifest = _manifest_of(path, group)
+    store, _ = open_store(locate(path))
+    manifest = _manifest_of(store, group)
     small = {name for name in manifest.files if not name.endswith(DATA_SUFFIX)}
-    _refuse_changed(path, manifest, small, group)  # before they are parsed, as the plain values below
+    _refuse_changed(store, manifest, small, group)  # before they are parsed, as the plain values below
     with selected_by_setting():
         catalog = open_checkpoint(path, select=select)
-    _refuse_changed(path, manifest, manifest.files.keys() - small - catalog.tensor_files, group)
+    _refuse_changed(store, manifest, manifest.files.keys() - small - catalog.tensor_files, group)
     _refuse_damaged_items(catalog, manifest, group)
     for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
         note(f"{path}: {text}")
@@ -106,7 +109,7 @@ def load_state(
     # a device that the saving run did not have has no saved state
     wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}
     with CatalogReader(catalog) as reader:
-        counters = _or_damaged(path, manifest, group, lambda: on_each(group, lambda: _counters(reader, wanted, path)))
+        counters = _or_damaged(store, manifest, group, lambda: on_each(group, lambda: _counters(reader, wanted, path)))
         wanted = {key: value for key, value in wanted.items() if key not in counters[0]}
         loaded = counters[0] | _fill(wanted, reader, reader, manifest, may_cast=False, also=counters[0], group=group)
     sections: dict[str, dict[str, Any]] = {}
@@ -117,7 +120,7 @@ def load_state(
 
 
 def load_weights(
-    path: Path, state: RunState, *, info: ModelInfo, settings: Checkpoint, group: dist.ProcessGroup
+    path: Place, state: RunState, *, info: ModelInfo, settings: Checkpoint, group: dist.ProcessGroup
 ) -> ModelInfo:
     """Load the weights of a checkpoint of any format that `settings` allow.
 
@@ -131,7 +134,7 @@ def load_weights(
         foreign = foreign_remark(weights.catalog, weights.naming, info)
         for text in filter(None, (*weights.notes, *weights.info.notes, foreign)):
             note(f"{path}: {text}")
-        manifest = _manifest_of(weights.catalog.root, group)
+        manifest = _manifest_of(weights.catalog.store, group)
         _refuse_damaged_items(weights.catalog, manifest, group)
         refuse_other_model(weights.info, info, path)
         if group.rank() == 0 and (text := other_tokenizer(weights.info, info, path)):
@@ -140,26 +143,26 @@ def load_weights(
         return weights.info
 
 
-def _manifest_of(path: Path, group: dist.ProcessGroup) -> Manifest:
+def _manifest_of(store: Store, group: dist.ProcessGroup) -> Manifest:
     """The manifest; an empty one if there is none, as in other tools' checkpoints."""
-    manifest = on_first(group, lambda: check_sizes(path) if path.is_dir() else None)
+    manifest = on_first(group, lambda: check_sizes(store))
     return manifest or Manifest({}, {})
 
 
-def _refuse_changed(path: Path, manifest: Manifest, names: Iterable[str], group: dist.ProcessGroup) -> None:
+def _refuse_changed(store: Store, manifest: Manifest, names: Iterable[str], group: dist.ProcessGroup) -> None:
     """Raise DamagedFiles if one of these files does not have the manifest's CRC32. Ranks share the files."""
     rank, world, shared = group.rank(), group.size(), sorted(names)
-    shares = on_each(group, lambda: check_files(path, shared[rank::world], manifest=manifest))
+    shares = on_each(group, lambda: check_files(store, shared[rank::world], manifest=manifest))
     if problems := [problem for share in shares for problem in share]:
-        raise DamagedFiles(path, problems)
+        raise DamagedFiles(store.location, problems)
 
 
-def _or_damaged(path: Path, manifest: Manifest, group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+def _or_damaged(store: Store, manifest: Manifest, group: dist.ProcessGroup, work: Callable[[], T]) -> T:
     """`work()`. An error that it raises, on all ranks, becomes DamagedFiles if files have changed."""
     try:
         return work()
     except CheckpointError:
-        _refuse_changed(path, manifest, manifest.files, group)
+        _refuse_changed(store, manifest, manifest.files, group)
         raise
 
 
@@ -168,7 +171,7 @@ def _refuse_damaged_items(catalog: Catalog, manifest: Manifest, group: dist.Proc
 
     A rank that found damage while loading would stop with half of its weights replaced. Here all ranks agree first.
     """
-    rank, world, path, listed = group.rank(), group.size(), catalog.root, manifest.files.keys()
+    rank, world, path, listed = group.rank(), group.size(), catalog.location, manifest.files.keys()
     unlisted = sorted(fqn for fqn, t in catalog.tensors.items() if not {chunk.file for chunk in t.chunks} <= listed)
 
     def check_share() -> list[str]:
@@ -194,7 +197,7 @@ def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> d
     return counters
 
 
-def other_tokenizer(saved: ModelInfo, wanted: ModelInfo, path: Path) -> str:
+def other_tokenizer(saved: ModelInfo, wanted: ModelInfo, path: Place) -> str:
     """A warning if the tokenizer of initial weights tokenizes differently from the run's; else ""."""
     saved_folder, folder = (
         next((info.assets[name].parent for name in (TOKENIZER_JSON, TIKTOKEN_MODEL) if name in info.assets), None)
@@ -248,7 +251,7 @@ def _fill(
 
     `reader` reads the files of `source`; `also`: keys already read.
     """
-    path, blobs = reader.catalog.root, reader.catalog.blobs
+    store, blobs = reader.catalog.store, reader.catalog.blobs
     tensors = {fqn: info for fqn, info in source.tensors.items() if fqn not in also}
     refuse_misfits(wanted, tensors, blobs, group=group, path=reader.catalog.place, may_cast=may_cast)
     loaded, sums = dict(wanted), None
@@ -256,7 +259,7 @@ def _fill(
     if manifest.files and _fits_in_memory(wanted, tensors, group):
         sums = ReadSums(reader)
     else:
-        _refuse_changed(path, manifest, manifest.files, group)
+        _refuse_changed(store, manifest, manifest.files, group)
 
     def stage(target: torch.Tensor, values: torch.Tensor) -> None:
         staged.append((target, values))
@@ -269,9 +272,9 @@ def _fill(
         except CheckpointException as error:
             raise as_titan_error(f"cannot load {reader.catalog.place}", error) from error
 
-    _or_damaged(path, manifest, group, read)
+    _or_damaged(store, manifest, group, read)
     if sums and (problems := sums.problems(manifest.files, group)):
-        raise DamagedFiles(path, problems)
+        raise DamagedFiles(store.location, problems)
     while staged:  # all ranks agree
         target, values = staged.pop()
         target.copy_(values)

@@ -1,10 +1,10 @@
 """Contradictory checkpoint settings, and the checkpoint that a run starts from. Torch-free."""
 
 import os
-from pathlib import Path
 
 from converters.model.model_info import ModelInfo
 from converters.store.hub_names import find_local
+from converters.store.location import Location, Place
 from trainer.config.sections import Checkpoint, Model
 
 _EXPORTS = ("last_save_in_hf", "last_save_in_torchtune")
@@ -14,7 +14,7 @@ def is_saving(settings: Checkpoint) -> bool:
     return settings.enable and not settings.load_only
 
 
-def initial_path(settings: Checkpoint, model: Model) -> Path | None:
+def initial_path(settings: Checkpoint, model: Model) -> Location | None:
     """The checkpoint that a run without one of its own starts from; None means initial weights from the seed.
 
     Raises CheckpointError for a model's name that the hub's cache does not have.
@@ -63,7 +63,7 @@ def export_dtype_note(settings: Checkpoint) -> str:
     )
 
 
-def dropout_note(info: ModelInfo, path: Path) -> str:
+def dropout_note(info: ModelInfo, path: Place) -> str:
     """A note on initial weights whose config.json requests dropout in training; else empty."""
     asked = {key: value for key, value in info.untranslated.items() if key.endswith("dropout") and value}
     if not asked:

@@ -11,6 +11,7 @@ import xxhash
 
 from converters.common.names import TEXT_INDEXES
 from converters.store.hub_names import find_local
+from converters.store.location import locate
 from converters.tokenizers.assets import find_assets
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizer_note
 from trainer.config.sections import Model, Training
@@ -37,7 +38,8 @@ from trainer.ranks.mesh import Meshes
 def text_preparation(model: Model, training: Training, dump_folder: Path, group: dist.ProcessGroup) -> Preparation:
     """The preparation of text: by the model's tokenizer, on rank 0 for all ranks, into the dump folder."""
     tokenizer = tokenizer_folder(model, training)
-    if tokenizer == find_local(model.hf_assets_path) != Path(model.hf_assets_path):
+    found = find_local(model.hf_assets_path)
+    if locate(tokenizer) == found != locate(model.hf_assets_path):
         note(f"{model.hf_assets_path}: {tokenizer}")
     return Preparation(
         tokenizer,

@@ -10,8 +10,10 @@ from converters.families.base import computed_numbers, defining_numbers
 from converters.model.model_info import ModelInfo
 from converters.source.model_from import model_type
 from converters.source.models_inside import SeveralModels
+from converters.source.open import local_folder
 from converters.source.weights import NativeWeights
 from converters.store.hub_names import download_command, find_local
+from converters.store.location import Place
 from converters.tokenizers.assets import find_assets, read_token_ids
 from converters.tokenizers.tokenizer import has_tokenizer, load_tokenizer, tokenizes_differently
 from trainer.config.sections import Checkpoint, Model, Training
@@ -42,7 +44,7 @@ def selected_by_setting() -> Iterator[None]:
         raise SeveralModels(error.place, error.models, option="--checkpoint.initial_load_select ") from None
 
 
-def refuse_other_model(saved: ModelInfo, wanted: ModelInfo, path: Path) -> None:
+def refuse_other_model(saved: ModelInfo, wanted: ModelInfo, path: Place) -> None:
     """Raise CheckpointError if the numbers differ, also those that do not affect shapes, such as rope_theta."""
     saved_numbers, numbers = computed_numbers(saved.args), defining_numbers(wanted.args)
     problems = [
@@ -59,7 +61,7 @@ def refuse_other_model(saved: ModelInfo, wanted: ModelInfo, path: Path) -> None:
         )
 
 
-def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) -> None:
+def refuse_other_form(weights: NativeWeights, path: Place, settings: Checkpoint) -> None:
     """Raise CheckpointError if initial weights are not in a form that checkpoint.initial_load_in_hf… accept."""
     if settings.initial_load_in_hf and not weights.naming.startswith("hf"):
         raise CheckpointError(
@@ -84,7 +86,8 @@ def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) 
 
 def tokenizer_folder(model: Model, training: Training) -> Path:
     """The folder that the config sets; else the prepared data, which has its tokenizer; else the default."""
-    folder, data = find_local(model.hf_assets_path, assets="tokenizer"), _prepared_data(training)
+    location, data = find_local(model.hf_assets_path, assets="tokenizer"), _prepared_data(training)
+    folder = local_folder(location) if location.scheme else location.path
     is_set = model.hf_assets_path != Model().hf_assets_path  # by value: `titan config show` writes defaults too
     if data and not is_set and has_tokenizer(data):
         return data

@@ -196,8 +196,9 @@ def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Path | None]:
             if settings.initial_load_model_only:
                 refuse_other_form(weights, initial, settings)
             else:
-                refuse_not_resumable(open_checkpoint(initial, select=select), initial, info=wanted, excluded=excluded)
-                whole = [initial]
+                path = initial.path
+                refuse_not_resumable(open_checkpoint(path, select=select), path, info=wanted, excluded=excluded)
+                whole = [path]
     if whole and DATALOADER not in excluded:
         position: dict[str, Any] = {}
         with suppress(CheckpointError):  # a damaged file: loading takes the step before

@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from converters.store import hub_names
+from converters.store.location import locate
 from titan_tools import cli
 from titan_tools.cli import app
 from titan_tools.launch.failures import RankFailure
@@ -74,7 +75,7 @@ def test_all_commands_are_registered():
 
 @pytest.mark.parametrize("page", all_pages(), ids=" ".join)
 def test_help_has_two_examples_that_parse(page, monkeypatch):
-    monkeypatch.setattr(hub_names, "find_local", Path)  # no model of the examples is in the cache
+    monkeypatch.setattr(hub_names, "find_local", locate)  # no model of the examples is in the cache
     examples = examples_of(page)
     assert len(examples) >= 2
     for example in examples:

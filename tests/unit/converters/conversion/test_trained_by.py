@@ -15,6 +15,7 @@ from converters.families.llama4 import FLAVORS
 from converters.families.llama4_torchtitan import as_torchtitan_trained
 from converters.model.model_info import read_model_info
 from converters.source.weights import open_native
+from converters.store.location import locate
 from tests.doors import convert
 from tests.models import llama4
 from tests.models.deepseek import native_logits
@@ -90,7 +91,7 @@ def test_inference_warns(foreign, tmp_path, capsys):
     one = TPRanks(1, 0, torch.device("cpu"))
     for folder, warns in ((root / "dcp", True), (tmp_path / "described", False), (root / "hf", False)):
         with open_native(folder, model_from=root / "hf" if warns else None) as weights:
-            assert not is_damaged(FoundCheckpoint(folder, is_step=False), weights, one)
+            assert not is_damaged(FoundCheckpoint(locate(folder), is_step=False), weights, one)
         said = " ".join(capsys.readouterr().err.split())
         assert ("if torchtitan v0.2.2 trained it, the model computed otherwise" in said) == warns
         assert ("`titan convert --trained-by torchtitan-0.2.2` makes a checkpoint" in said) == warns

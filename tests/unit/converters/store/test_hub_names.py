@@ -49,18 +49,18 @@ def refused(name: str) -> CheckpointError:
 
 def test_a_name_is_the_snapshot_that_the_hubs_client_takes(snapshot):
     theirs = snapshot_download(NAME, local_files_only=True)
-    assert find_local(NAME) == snapshot == Path(theirs)
-    assert find_local(f"{NAME}@main") == find_local(f"{NAME}@{SHA}") == snapshot
+    assert find_local(NAME).path == snapshot == Path(theirs)
+    assert find_local(f"{NAME}@main").path == find_local(f"{NAME}@{SHA}").path == snapshot
 
 
 def test_what_exists_takes_precedence(snapshot):
     Path(NAME).mkdir(parents=True)
-    assert find_local(NAME) == Path(NAME)
+    assert find_local(NAME).path == Path(NAME)
     for path in ("Tiny", "./a/b/c", "/meta-llama/Tiny", "meta-llama/Tiny/model.safetensors", "a b/c", "../x/y"):
-        assert find_local(path) == Path(path), "no name of the hub"
+        assert find_local(path).path == Path(path), "no name of the hub"
     Path("meta-llama/Tiny").rename("meta-llama/Other")
-    assert find_local("meta-llama/Othr") == Path("meta-llama/Othr"), "a typing error in a local path"
-    assert find_local(NAME) == snapshot
+    assert find_local("meta-llama/Othr").path == Path("meta-llama/Othr"), "a typing error in a local path"
+    assert find_local(NAME).path == snapshot
 
 
 def test_beside_a_local_folder_of_the_owner_the_download_is_named_too(titan, cache):
@@ -75,7 +75,7 @@ def test_beside_a_local_folder_of_the_owner_the_download_is_named_too(titan, cac
 
 def test_an_interrupted_overwrite_of_a_local_folder_takes_precedence(cache):
     aside_of(Path(NAME)).mkdir(parents=True)
-    assert find_local(NAME) == Path(NAME)
+    assert find_local(NAME).path == Path(NAME)
 
 
 def test_what_the_cache_lacks_names_the_command(cache):
@@ -153,10 +153,10 @@ def test_a_snapshot_without_weights_names_the_download(titan, snapshot):
 
 def test_configs_take_names(snapshot):
     config = load_config("debug", ["--checkpoint.initial_load_path", f"{NAME}@main", "--model.hf_assets_path", NAME])
-    assert initial_path(config.checkpoint, config.model) == snapshot
+    assert initial_path(config.checkpoint, config.model).path == snapshot
     assert tokenizer_folder(config.model, config.training) == snapshot
     config = load_config("debug", ["--checkpoint.initial_load_in_hf", "--model.hf_assets_path", NAME])
-    assert initial_path(config.checkpoint, config.model) == snapshot
+    assert initial_path(config.checkpoint, config.model).path == snapshot
     config = load_config("debug", ["--checkpoint.initial_load_path", "x/y", "--model.hf_assets_path", "x/y"])
     with pytest.raises(CheckpointError) as caught:
         initial_path(config.checkpoint, config.model)

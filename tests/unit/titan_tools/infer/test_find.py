@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from converters.store.location import locate
 from converters.tokenizers.assets import find_assets
 from tests.doors import convert
 from tests.json_lines import read_lines
@@ -43,10 +44,10 @@ def pipe_of(text):
 def test_a_step_is_reported_with_what_was_skipped_since_the_last(run):
     found = list(zip(range(2), find_checkpoints(run), strict=False))
     assert [one for _, one in found] == [
-        FoundCheckpoint(run / "step-20", True),
-        FoundCheckpoint(run / "step-10", True, ("step-15: it has no .metadata",)),
+        FoundCheckpoint(locate(run / "step-20"), True),
+        FoundCheckpoint(locate(run / "step-10"), True, ("step-15: it has no .metadata",)),
     ]
-    assert [*find_checkpoints(run / "step-20")] == [FoundCheckpoint(run / "step-20")]
+    assert [*find_checkpoints(run / "step-20")] == [FoundCheckpoint(locate(run / "step-20"))]
 
 
 def test_a_batch_from_a_pipe_outlives_a_damaged_step(titan, run):
