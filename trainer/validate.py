@@ -6,6 +6,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from converters.common.extensions import ExtensionError, where_defined
 from trainer.batch import Batch
 from trainer.objective import HeldOut
 from trainer.train_model import TrainModel
@@ -30,7 +31,11 @@ class Validator:
         dist.all_reduce(sums)
         # tp ranks hold the same share of the loss; all ranks outside a batch group count the same units
         copies = dims.world_size // dims.batch
-        return self._held_out.metrics([(loss / dims.tp) / (units / copies) for loss, units in sums.tolist()])
+        metrics = self._held_out.metrics([(loss / dims.tp) / (units / copies) for loss, units in sums.tolist()])
+        if "validation_loss" not in metrics:
+            where = where_defined(self._held_out.metrics)
+            raise ExtensionError(f"{where}: the metrics of held-out data have no validation_loss: {dict(metrics)}")
+        return metrics
 
     def _sums(self, loader: Iterable[Batch]) -> torch.Tensor:
         sums = torch.zeros(2, dtype=torch.float64)

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from trainer.batch import Inputs
 from trainer.parallel.stages import StageSplit
+from trainer.runner import as_loss_sum
 
 if TYPE_CHECKING:
     from trainer.models.units import ModelPart
@@ -96,7 +97,7 @@ class Pipeline:
 
     def _loss(self, loss_sum: Tensor, unused: Tensor) -> Tensor:
         # Divided before backward; otherwise gradients would be thousands of times too large.
-        return loss_sum / self.num_units
+        return as_loss_sum(loss_sum) / self.num_units
 
     def forward_backward(self, inputs: Inputs, num_units: Tensor | float) -> Tensor:
         """Run all microbatches; returns the loss on ranks with the last stage, 0 elsewhere."""

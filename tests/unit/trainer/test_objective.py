@@ -1,14 +1,17 @@
-"""The record of an objective: what cannot be one is refused when its family is registered."""
+"""The record of an objective: what cannot be one is refused, and so is what is no loss."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from converters.common.extensions import ExtensionError
+from trainer.batch import Inputs
 from trainer.models import registry
 from trainer.models.objectives import get_objective
 from trainer.models.registry import TrainerFamily
 from trainer.next_token.objective import NEXT_TOKEN
+from trainer.runner import WholeModel
 
 
 @pytest.fixture(autouse=True)
@@ -40,3 +43,18 @@ def test_a_family_without_an_objective_predicts_the_next_token():
     images = replace(NEXT_TOKEN, unit="images")
     registry.register("mine", TrainerFamily(lambda args: None, objective=images))
     assert (get_objective("llama3"), get_objective("mine")) == (NEXT_TOKEN, images)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (torch.ones((), dtype=torch.bfloat16), r"a tensor of bfloat16 of shape \[\]"),
+        (torch.ones(2), r"a tensor of float32 of shape \[2\]"),
+        (None, "a NoneType"),
+    ],
+)
+def test_a_forward_that_returns_no_summed_loss_is_refused(returned, text):
+    model = WholeModel(lambda x: returned)
+    for run in (model.forward_loss, lambda inputs: model.forward_backward(inputs, 1.0)):
+        with pytest.raises(ExtensionError, match=f"returned {text}, not the summed loss, one number in fp32"):
+            run(Inputs(torch.zeros(2)))
