@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from converters.common.errors import UnsupportedError
+from converters.model.model_info import ModelInfo
 from tests.dist import runs
 from tests.state_bytes import state_bytes, traced_state_bytes
+from titan_tools.infer.model.load import load_model
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config import sections
@@ -185,3 +189,5 @@ def test_it_is_checked_shown_dry_run_and_estimated(titan, forgotten, toml, tmp_p
     assert traced_state_bytes(trace, job) == state_bytes(job, 0)
     modules = {block.point.module for block in trace.blocks if block.part == "activations"}
     assert {"condition_blocks.1", "image_blocks.2", "patches"} <= modules
+    with pytest.raises(UnsupportedError, match="models of family 'towers' learn images, not the next token"):
+        load_model(None, ModelInfo("towers", job.args), dtype=torch.float32, device=torch.device("cpu"))

@@ -108,10 +108,12 @@ def load_model(
     product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
     for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
-    args, family = info.args, get_family(info.family)
+    args, family, trained = info.args, get_family(info.family), get_trainer_family(info.family)
+    if trained.objective is not None:
+        raise UnsupportedError(f"models of family {family.name!r} learn {trained.objective.unit}, not the next token")
     parameters = family.parameters(args)
     with torch.device("meta"), _NoInitialValues():
-        model: Any = get_trainer_family(info.family).build_model(args)
+        model: Any = trained.build_model(args)
     check_parameters(model, parameters, family=info.family)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
     blocks = family.blocks(args)
