@@ -17,7 +17,6 @@ from typing import NamedTuple
 from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cut, play
 from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of, repetition
 from trainer.job.record import Job
-from trainer.parallel.experts import has_experts
 from trainer.parallel.float8 import float8_filters, is_float8
 
 # Layers that may differ from those in the middle: at either end the embedding or the loss, or a layer of another kind,
@@ -101,19 +100,12 @@ def shallow_model(job: Job, *, rank: int) -> Shallow | None:
     period, or all run.
     """
     repeats, whole = repetitions(job), job.split
-    keeps_numbers = has_experts(job.family, job.args)
-    modules = _cut_stages(whole.modules, repeats, keeps_numbers=keeps_numbers)
+    modules = tuple(_cut_stage(stage, how) for stage, how in zip(whole.modules, repeats, strict=True))
     if modules == whole.modules:
         return None
     held = [stage for stage in whole.stages_of(job.dims.coordinates(rank).pp) if _layers(whole.modules[stage])]
     depths = tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), repeats[stage]) for stage in held)
-    if keeps_numbers:  # every rank counts the tokens of each layer of the whole model
-        return Shallow(replace(job, split=replace(whole, modules=modules)), depths)
-    config = job.config
-    if job.dims.pp > 1:
-        config = replace(config, parallelism=replace(config.parallelism, module_fqns_per_model_part=modules))
-    args = replace(job.args, num_layers=sum(len(_layers(names)) for names in modules))
-    return Shallow(Job.of(config, args, job.dims), depths)
+    return Shallow(replace(job, split=replace(whole, modules=modules)), depths)
 
 
 def repetitions(job: Job) -> list[Repetition]:
@@ -134,24 +126,17 @@ def repetitions(job: Job) -> list[Repetition]:
 
 
 def kinds_of_layers(job: Job) -> list[int]:
-    """A number for the kind of each layer: what it computes, its parameters, and whether it is recomputed.
-
-    Only blocks of a mixture of experts may differ: if others do, each layer is of its own kind.
-    """
+    """Number of each layer's kind: what it computes, its parameters, and whether it is recomputed."""
     settings = job.config.activation_checkpoint
     every = 1
     if settings.mode == "selective" and settings.selective_ac_option != "op":
         every = int(settings.selective_ac_option)
-    blocks = _blocks(job)
-    if has_experts(job.family, job.args):
-        kinds = [(block, number % every) for number, block in enumerate(blocks)]
-        return [kinds.index(kind) for kind in kinds]
-    is_uniform = all(block == blocks[0] for block in blocks)
-    return [number % every if is_uniform else number for number in range(len(blocks))]
+    kinds = [(block, number % every) for number, block in enumerate(_blocks(job))]
+    return [kinds.index(kind) for kind in kinds]
 
 
 def _blocks(job: Job) -> list[object]:
-    """The computation and the parameters of each layer, to compare layers by."""
+    """What each layer computes, and its parameters."""
     filters = float8_filters(job.config.float8, job.config.training) if is_float8(job.config.model) else ()
     blocks: list[list[object]] = [[block] for block in job.family.blocks(job.args)]
     for parameter in job.family.parameters(job.args):
@@ -162,21 +147,11 @@ def _blocks(job: Job) -> list[object]:
     return list(blocks)
 
 
-def _cut_stages(
-    stages: Sequence[Sequence[str]], repeats: Sequence[Repetition], *, keeps_numbers: bool
-) -> tuple[tuple[str, ...], ...]:
-    """The stages' modules with as few layers as stand for theirs: the first of each stage, or renumbered."""
-    start, cut_stages = 0, []
-    for modules, how in zip(stages, repeats, strict=True):
-        held = _layers(modules)
-        count = how.captured_layers(len(held))
-        start = held.start if keeps_numbers else start
-        first = next((i for i, name in enumerate(modules) if layer_of(name) != NO_LAYER), len(modules))
-        layers = (f"layers.{number}" for number in range(start, start + count))
-        others = (name for name in modules[first:] if layer_of(name) == NO_LAYER)
-        cut_stages.append((*modules[:first], *layers, *others))
-        start += count
-    return tuple(cut_stages)
+def _cut_stage(modules: Sequence[str], how: Repetition) -> tuple[str, ...]:
+    """A stage's modules with its first layers only, as many as stand for all of them, under their own numbers."""
+    layers = _layers(modules)
+    kept = layers[: how.captured_layers(len(layers))]
+    return tuple(name for name in modules if (number := layer_of(name)) == NO_LAYER or number in kept)
 
 
 def _layers(modules: Sequence[str]) -> range:

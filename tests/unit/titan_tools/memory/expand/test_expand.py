@@ -154,25 +154,31 @@ def assert_same(expanded, whole):
     assert len(mine) == len(theirs)
 
 
+def num_layers(job: Job) -> int:
+    """Number of layers that a job captures."""
+    return sum(name.startswith("layers.") for modules in job.split.modules for name in modules)
+
+
 @pytest.fixture
 def depths_captured(monkeypatch):
     """The depths of the models that `trace_rank` captures, and their traces."""
     seen = {}
 
     def captured(job, **more):
-        seen[job.args.num_layers] = capture(job, **more)
-        return seen[job.args.num_layers]
+        depth = num_layers(job)
+        seen[depth] = capture(job, **more)
+        return seen[depth]
 
     monkeypatch.setattr(ranks, "capture", captured)
     return seen
 
 
 def compare(case, depths_captured, *, num_steps=2):
-    world_size, num_layers, settings, rank = case
-    config, args, dims = job(world_size, num_layers, settings)
+    *sizes, settings, rank = case
+    config, args, dims = job(*sizes, settings)
     expanded = trace_rank(Job.of(config, args, dims), rank=rank, kernels=KERNELS, num_steps=num_steps)
     if few := shallow_model(Job.of(config, args, dims), rank=rank):
-        assert list(depths_captured) == [few.job.args.num_layers]
+        assert list(depths_captured) == [num_layers(few.job)]
     assert_same(expanded, capture(Job.of(config, args, dims), rank=rank, kernels=KERNELS, num_steps=num_steps))
 
 
@@ -219,10 +225,16 @@ def test_parameters_that_differ_far_from_the_first_layers_are_seen():
     assert shallow_model(replace(whole, family=replace(own, parameters=parameters)), rank=0) is None
 
 
-@pytest.mark.parametrize(("left_out", "is_cut"), [("wk", True), ("layers.5.", False)])
-def test_layers_of_which_some_are_in_float8_are_all_captured(left_out, is_cut):
-    config, args, dims = job(2, 12, {**PRECOMPUTED, "float8.filter_fqns": ("output", left_out)})
-    assert (shallow_model(Job.of(config, args, dims), rank=0) is not None) == is_cut
+@pytest.mark.parametrize(
+    ("left_out", "captured"),
+    [("wk", 4), pytest.param("layers.3.", 8, marks=pytest.mark.slow), pytest.param("layers.8.", 12)],
+)
+def test_layers_of_which_some_are_in_float8_stand_for_themselves(left_out, captured, depths_captured):
+    case = (2, 12, {**PRECOMPUTED, "float8.filter_fqns": ("output", left_out)}, 0)
+    few = shallow_model(Job.of(*job(*case[:3])), rank=0)
+    assert (12 if few is None else num_layers(few.job)) == captured
+    if captured == 8:
+        compare(case, depths_captured, num_steps=1)
 
 
 @pytest.mark.slow
