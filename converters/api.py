@@ -16,8 +16,29 @@ from converters.diff import DiffReport
 from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.families import hf_config, llama
-from converters.families.base import Block, Dense, Experts, Family, GroupedQuery, ModelArgs, Naming, Parameter, Role
-from converters.families.experts import expert_parameters
+from converters.families.base import (
+    Block,
+    Dense,
+    DynamicRope,
+    Ends,
+    Experts,
+    Family,
+    GroupedQuery,
+    Latent,
+    LinearRope,
+    ModelArgs,
+    Naming,
+    Norm,
+    Parameter,
+    Role,
+    Rope,
+    RopeScaling,
+    Temperature,
+    YarnRope,
+    dense_block,
+    rope_of,
+)
+from converters.families.parameters import layer_parameters, parameters_of, with_ends
 from converters.families.registry import register as _register_family
 from converters.families.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
 from converters.formats.base import OutputOptions
@@ -36,7 +57,9 @@ from converters.verify import verify as _verify
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
-    "Family", "ModelArgs", "Block", "GroupedQuery", "Dense", "Experts", "Parameter", "Role", "expert_parameters",
+    "Family", "ModelArgs", "Block", "GroupedQuery", "Latent", "Dense", "Experts", "Norm", "Rope", "Temperature", "Ends",
+    "RopeScaling", "LinearRope", "DynamicRope", "YarnRope", "rope_of", "dense_block",
+    "Parameter", "Role", "parameters_of", "layer_parameters", "with_ends",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
     "Drop", "register_store", "Location", "Store", "Place",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer.batch import Batch, Inputs
-    from trainer.models.decoder import Attention, FeedForward, Transformer
+    from trainer.models.attention import GroupedQueryAttention
+    from trainer.models.decoder import Transformer, TransformerBlock
+    from trainer.models.feed_forward import FeedForward
     from trainer.models.moe import MoE
+    from trainer.models.norms import make_norm
     from trainer.models.units import ModelPart, Unit
     from trainer.parallel.shards import gather_shards
 
@@ -37,19 +40,21 @@ __all__ = [
     "load_config", "train", "seed", "register_model", "register_section", "register_dataset", "register_loss",
     "register_metric_sink", "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
     "Number", "Objective", "Data", "HeldOut", "Batch", "Inputs", "ModelPart", "Unit", "gather_shards",
-    "Attention", "FeedForward", "MoE", "Transformer", "IGNORED",
+    "GroupedQueryAttention", "FeedForward", "MoE", "TransformerBlock", "Transformer", "make_norm", "IGNORED",
 ]  # fmt: skip
 
 _NEED_TORCH = {
-    "Attention": "trainer.models.decoder",
+    "GroupedQueryAttention": "trainer.models.attention",
     "Batch": "trainer.batch",
     "Inputs": "trainer.batch",
     "ModelPart": "trainer.models.units",
     "Unit": "trainer.models.units",
     "gather_shards": "trainer.parallel.shards",
-    "FeedForward": "trainer.models.decoder",
+    "FeedForward": "trainer.models.feed_forward",
     "MoE": "trainer.models.moe",
     "Transformer": "trainer.models.decoder",
+    "TransformerBlock": "trainer.models.decoder",
+    "make_norm": "trainer.models.norms",
 }
 
 

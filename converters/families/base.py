@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from math import prod
-from typing import TYPE_CHECKING, Any
+from math import log, prod
+from typing import TYPE_CHECKING, Any, Literal
 
 from converters.families.rules import Drop, Rule
 
@@ -59,6 +59,11 @@ class YarnRope:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Equation 22 of YaRN, with the weight that DeepSeek has added."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 
 Scaling = RopeScaling | LinearRope | DynamicRope | YarnRope
@@ -185,6 +190,7 @@ class Parameter:
     is_bias: bool = False
     expert_dim: int | None = None  # the dim that experts are stacked on
     is_trained: bool = True  # False: a buffer, which is saved and has no gradient
+    is_offset: bool = False  # of a norm: the factor is 1 + the weight
 
     @property
     def module(self) -> str:
@@ -255,21 +261,58 @@ class Experts:
     scales_input: bool = False  # a token's weight multiplies what its expert reads, and not the output
     # Experts are chosen by their logits, in float64, and not by scores: float32 sigmoids of large logits are all 1
     chooses_by_logits: bool = False
-    # The router and the experts have biases. One matrix has the rows of gates and up-projections in turn; gates are
-    # clamped to at most `clamp`, up-projections to ± clamp
-    has_biases: bool = False
-    clamp: float | None = None
+    has_biases: bool = False  # of the router and the experts
+    clamp: float | None = None  # gates are at most `clamp`, up-projections within ± clamp, plus 1; as GPT-OSS computes
+    fused_rows: bool = False  # one matrix has the rows of gates and up-projections in turn
 
     def __post_init__(self) -> None:
-        if self.has_biases != (self.clamp is not None):
-            raise ValueError("experts with biases have a clamp, and others have none")
+        if len({self.has_biases, self.clamp is not None, self.fused_rows}) > 1:
+            raise ValueError("experts have biases, a clamp and fused rows together, or none of them")
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A SwiGLU feed-forward."""
+    """A feed-forward whose gate goes through `activation`: SwiGLU or GeGLU."""
 
     hidden: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    has_biases: bool = False  # w1, w2 and w3 have one
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Division by the root mean square of the features, times a weight, in fp32."""
+
+    eps: float
+    centers: bool = False  # LayerNorm: the mean is subtracted first
+    plus_one: bool = False  # the factor is 1 + weight
+    has_weight: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of a layer: which features of a head of q and k are rotated, and by how much."""
+
+    theta: float
+    width: int  # rotated features of a head: the first ones; in latent attention the last ones
+    pairs: bool  # features 0 and 1, 2 and 3, … are rotated together; False: 0 and width / 2, 1 and width / 2 + 1, …
+    scaling: Scaling | None = None
+    trained_length: int = 0  # in tokens, which DynamicRope computes with
+
+
+def rope_of(args: "ModelArgs", *, pairs: bool, width: int | None = None) -> Rope:
+    """The rotary embedding of all layers whose theta and scaling are those of ModelArgs."""
+    length = args.max_seq_len if isinstance(args.rope_scaling, DynamicRope) else 0
+    return Rope(args.rope_theta, width or args.head_dim, pairs, args.rope_scaling, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """q at position p is multiplied by 1 + beta * log(1 + floor((p + first) / length)) in fp32 (arXiv 2501.19399)."""
+
+    beta: float
+    length: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,27 +327,35 @@ class Latent:
     q_rank: int  # size of the latent that q is made of; 0: q is made of the input
     kv_rank: int  # size of the latent that the plain part of k, and v, are made of
     plain_dim: int
-    rotary_dim: int
     value_dim: int  # of each head
+    rope: Rope
+    norm: Norm  # of both latents
+    scale: float  # factor of the scores
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated features of a head of q and k."""
+        return self.rope.width
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
-    """Grouped-query attention with the numbers of ModelArgs, and what a layer computes differently from plain Llama's.
+    """Grouped-query attention with the dim, the heads and the head size of ModelArgs.
 
     A token sees itself and tokens before it: the last `window` with itself, or those of its chunk, where positions
     p // chunk are equal. With attention within documents by an index's offsets, positions are those of a document; with
     `document_mask = "eos"`, those of the sequence, which chunks and the temperature count.
     """
 
+    rope: Rope | None  # None: no positions in this layer
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Norm | None = None  # over each head of q and k: before the rotation, but without a weight behind it
+    scale: float | None = None  # factor of the scores; None: head_dim ** -0.5
     window: int | None = None  # None: all tokens before it
     chunk: int | None = None  # None: one chunk
     has_sinks: bool = False  # Role.SINK
-    rotates: bool = True  # False: no rotary embedding
-    norms_qk: bool = False  # rotated q and k are divided by their root mean square over a head (eps: norm_eps)
-    # q at position p is multiplied by 1 + temperature * log(1 + floor((p + 1) / temperature_length)) in fp32
-    temperature: float | None = None
-    temperature_length: int = 8192
+    temperature: Temperature | None = None
 
     @property
     def needs_mask(self) -> bool:
@@ -316,8 +367,10 @@ class GroupedQuery:
 class Block:
     """What a layer computes. Layers with equal blocks differ only in their weights."""
 
+    attention: Latent | GroupedQuery
     feed_forward: Dense | Experts
-    attention: Latent | GroupedQuery = GroupedQuery()
+    before: Norm | None  # of what attention and feed-forward read
+    after: Norm | None = None  # of what they return, before it is added to the residual stream
 
     @property
     def latent(self) -> Latent | None:
@@ -326,8 +379,24 @@ class Block:
 
 
 def dense_block(args: ModelArgs, layer: int) -> Block:
-    """Every layer is dense."""
-    return Block(Dense(args.ffn_hidden))
+    """Llama's layer, with the biases that ModelArgs says."""
+    bias = args.attention_bias
+    attention = GroupedQuery(rope_of(args, pairs=True), qkv_bias=bias, out_bias=bias)
+    return Block(attention, Dense(args.ffn_hidden, has_biases=args.mlp_bias), Norm(args.norm_eps))
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What a model computes before its first layer and behind its last one."""
+
+    norm: Norm  # of the last layer's result
+    # The factor of the embeddings, rounded to the dtype of the computation first, as Gemma does
+    embedding_scale: float = 1.0
+
+
+def plain_ends(args: ModelArgs) -> Ends:
+    """An RMSNorm behind the last layer."""
+    return Ends(Norm(args.norm_eps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +503,7 @@ class Family:
     claims: Callable[[ModelArgs], bool] = _any
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
+    ends: Callable[[ModelArgs], Ends] = plain_ends
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
     # (numbers, beyond_original) → what torchtitan v0.2.2's model computes; None: it computes the published model
     as_torchtitan_trained: Callable[..., TrainedOtherwise] | None = None

@@ -11,15 +11,18 @@ from converters.families.base import (
     FlavorAttention,
     Latent,
     ModelArgs,
+    Norm,
     Parameter,
     Role,
     YarnRope,
+    rope_of,
+    yarn_magnitude,
 )
-from converters.families.experts import expert_parameters
-from converters.families.llama import column, feed_forward_parameters, list_parameters, norm_parameters
+from converters.families.parameters import layer_parameters, parameters_of
 
 MTP_NORMS = ("enorm", "hnorm", "mtp_norm")  # of the next token's embedding, the last features, the result
 SIGMOID, SOFTMAX = "sigmoid", "softmax"  # V3's score of an expert, and V2's
+_LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says: the published code passes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,19 @@ def block(args: ModelArgs, layer: int) -> Block:
     V3 rates a group of experts by the sum of its two best, V2 by its best one.
     """
     assert isinstance(args, DeepSeekArgs)
-    plain_dim = args.head_dim - args.rotary_dim
-    attention = Latent(args.num_heads, args.q_rank, args.kv_rank, plain_dim, args.rotary_dim, args.value_dim)
+    norm = Norm(args.norm_eps)
+    attention = Latent(
+        num_heads=args.num_heads,
+        q_rank=args.q_rank,
+        kv_rank=args.kv_rank,
+        plain_dim=args.head_dim - args.rotary_dim,
+        value_dim=args.value_dim,
+        rope=rope_of(args, pairs=True, width=args.rotary_dim),
+        norm=Norm(_LATENT_EPS),
+        scale=softmax_scale(args),
+    )
     if layer < args.num_dense_layers:
-        return Block(Dense(args.ffn_hidden), attention)
+        return Block(attention, Dense(args.ffn_hidden), norm)
     experts = Experts(
         num=args.num_experts,
         top_k=args.experts_per_token,
@@ -71,59 +83,30 @@ def block(args: ModelArgs, layer: int) -> Block:
         shared_hidden=args.expert_hidden * args.num_shared_experts,
         balance_rate=args.balance_rate,
     )
-    return Block(experts, attention)
+    return Block(attention, experts, norm)
+
+
+def softmax_scale(args: ModelArgs) -> float:
+    """The factor of the scores: 1 / √H, times YaRN's magnitude squared, at every length (DeepSeek's own inference)."""
+    scaling, scale = args.rope_scaling, float(args.head_dim**-0.5)
+    if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
+        return scale
+    return scale * yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def parameters(args: ModelArgs) -> list[Parameter]:
-    """Parameters: latent attention, and a SwiGLU or experts, in each layer, under torchtitan's names.
+    """Every parameter, in torchtitan's names.
 
     Layers for multi-token prediction are like the one after the last, with norms of what they get, and a projection.
     """
     assert isinstance(args, DeepSeekArgs)
-    listed = list_parameters(args, lambda layer, args: _layer_parameters(layer, args, int(layer.partition(".")[2])))
+    listed = parameters_of(block)(args)
     for k in range(args.num_mtp_layers):
         layer = f"mtp_layers.{k}"
-        listed += _layer_parameters(layer, args, args.num_layers + k)
+        listed += layer_parameters(layer, args, block(args, args.num_layers + k))
         listed += [Parameter(f"{layer}.{name}.weight", (args.dim,), Role.NORM) for name in MTP_NORMS]
         listed.append(Parameter(f"{layer}.eh_proj.weight", (args.dim, 2 * args.dim), Role.MTP))
     return listed
-
-
-def _layer_parameters(layer: str, args: ModelArgs, number: int) -> list[Parameter]:
-    found = block(args, number)
-    assert found.latent is not None
-    return [
-        *_attention_parameters(f"{layer}.attention", args.dim, found.latent),
-        *(
-            expert_parameters(layer, args.dim, found.feed_forward)
-            if isinstance(found.feed_forward, Experts)
-            else feed_forward_parameters(layer, args)
-        ),
-        *norm_parameters(layer, args),
-    ]
-
-
-def _attention_parameters(attention: str, dim: int, of: Latent) -> list[Parameter]:
-    q_rows = of.num_heads * (of.plain_dim + of.rotary_dim)
-    kv_rows, values = of.num_heads * (of.plain_dim + of.value_dim), of.num_heads * of.value_dim
-    queries = [column(f"{attention}.wq", q_rows, dim)]
-    if of.q_rank:
-        queries = [
-            _latent(f"{attention}.wq_a", of.q_rank, dim),
-            Parameter(f"{attention}.q_norm.weight", (of.q_rank,), Role.LATENT_NORM),
-            Parameter(f"{attention}.wq_b.weight", (q_rows, of.q_rank), Role.COLUMN, tp_dim=0),
-        ]
-    return [
-        *queries,
-        _latent(f"{attention}.wkv_a", of.kv_rank + of.rotary_dim, dim),
-        Parameter(f"{attention}.kv_norm.weight", (of.kv_rank,), Role.LATENT_NORM),
-        Parameter(f"{attention}.wkv_b.weight", (kv_rows, of.kv_rank), Role.COLUMN, tp_dim=0),
-        Parameter(f"{attention}.wo.weight", (dim, values), Role.ROW, tp_dim=1),
-    ]
-
-
-def _latent(fqn: str, rows: int, columns: int) -> Parameter:
-    return Parameter(f"{fqn}.weight", (rows, columns), Role.LATENT, input_group=fqn.rpartition(".")[0])
 
 
 def _args(dim: int, layers: int, heads: int, hidden: int, **rest: Any) -> DeepSeekArgs:

@@ -1,26 +1,8 @@
-"""The parameters of mixture-of-experts layers, with torchtitan's names, and their names in Hugging Face checkpoints."""
+"""The names that other formats give the parameters of mixture-of-experts layers."""
 
-from converters.families.base import Experts, Parameter, Role
-from converters.families.llama import swiglu_parameters
 from converters.families.rules import Half, Rule, Stacked, Zeros
 
 NO_EXPERT_BIAS = "Hugging Face's class has no such offset, its experts are balanced by a loss"
-
-
-def expert_parameters(layer: str, dim: int, experts: Experts) -> list[Parameter]:
-    """The router, the stacked experts and the shared one of one layer; `layer` is its FQN."""
-    moe, shape = f"{layer}.moe", (experts.num, experts.hidden, dim)
-    w2 = (experts.num, dim, experts.hidden)
-    listed = [
-        Parameter(f"{moe}.expert_bias", (experts.num,), Role.ROUTER_BIAS, is_trained=False),
-        Parameter(f"{moe}.router.gate.weight", (experts.num, dim), Role.ROUTER),
-        Parameter(f"{moe}.experts.w1", shape, Role.EXPERT_COLUMN, tp_dim=1, expert_dim=0),
-        Parameter(f"{moe}.experts.w2", w2, Role.EXPERT_ROW, tp_dim=2, expert_dim=0),
-        Parameter(f"{moe}.experts.w3", shape, Role.EXPERT_UP_COLUMN, tp_dim=1, expert_dim=0),
-    ]
-    shared = swiglu_parameters(f"{moe}.shared_experts", dim, experts.shared_hidden) if experts.shared_hidden else []
-    return listed + shared
-
 
 _NATIVE, _HF = "layers.{n}.moe.", "model.layers.{n}.mlp."
 _ROUTER = (

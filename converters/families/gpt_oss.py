@@ -1,6 +1,6 @@
 """GPT-OSS: attention with sinks and windows, and experts with biases; its numbers, flavors and parameters."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from converters.families.base import (
@@ -10,11 +10,11 @@ from converters.families.base import (
     FlavorAttention,
     GroupedQuery,
     ModelArgs,
-    Parameter,
-    Role,
+    Norm,
     YarnRope,
+    rope_of,
 )
-from converters.families.llama import attention_parameters, list_parameters, norm_parameters
+from converters.families.parameters import parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,13 @@ def block(args: ModelArgs, layer: int) -> Block:
     The weights are a softmax over the chosen experts' logits, which is that over all experts, divided by its sum.
     """
     assert isinstance(args, GptOssArgs)
-    window = args.window if layer in args.window_layers else None
+    attention = GroupedQuery(
+        rope_of(args, pairs=False),
+        qkv_bias=args.attention_bias,
+        out_bias=args.attention_bias,
+        window=args.window if layer in args.window_layers else None,
+        has_sinks=True,
+    )
     experts = Experts(
         num=args.num_experts,
         top_k=args.experts_per_token,
@@ -43,39 +49,12 @@ def block(args: ModelArgs, layer: int) -> Block:
         balance_rate=args.balance_rate,
         has_biases=True,
         clamp=args.clamp,
+        fused_rows=True,
     )
-    return Block(experts, GroupedQuery(window=window, has_sinks=True))
+    return Block(attention, experts, Norm(args.norm_eps))
 
 
-def parameters(args: ModelArgs) -> list[Parameter]:
-    """Every parameter, in torchtitan's names."""
-    return list_parameters(args, _layer_parameters)
-
-
-def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    assert isinstance(args, GptOssArgs)
-    return [
-        *attention_parameters(layer, args),
-        Parameter(f"{layer}.attention.sinks", (args.num_heads,), Role.SINK, tp_dim=0),
-        *_expert_parameters(f"{layer}.moe", args),
-        *norm_parameters(layer, args),
-    ]
-
-
-def _expert_parameters(moe: str, args: GptOssArgs) -> list[Parameter]:
-    num, dim, hidden = args.num_experts, args.dim, args.ffn_hidden
-    gate = Parameter(f"{moe}.router.gate.weight", (num, dim), Role.ROUTER)
-    first = Parameter(f"{moe}.experts.mlp1_weight", (num, 2 * hidden, dim), Role.EXPERT_GATE_UP, 1, expert_dim=0)
-    second = Parameter(f"{moe}.experts.mlp2_weight", (num, dim, hidden), Role.EXPERT_ROW, 2, expert_dim=0)
-    return [
-        Parameter(f"{moe}.expert_bias", (num,), Role.ROUTER_BIAS, is_trained=False),
-        gate,
-        gate.bias(),
-        first,
-        replace(first, fqn=f"{moe}.experts.mlp1_bias", shape=(num, 2 * hidden), is_bias=True),
-        second,
-        replace(second, fqn=f"{moe}.experts.mlp2_bias", shape=(num, dim), tp_dim=None, is_bias=True),
-    ]
+parameters = parameters_of(block)
 
 
 def _args(dim: int, layers: int, experts: int, hidden: int = 2880, **rest: Any) -> GptOssArgs:

@@ -1,74 +1,10 @@
-"""Llama-like decoders: their parameters with roles and shard dims, and the names that other formats give them."""
+"""Llama-like decoders: their parameters, and the names that other formats give them."""
 
-from collections.abc import Callable
-
-from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Naming, Parameter, Role
+from converters.families.base import Naming, dense_block
+from converters.families.parameters import parameters_of
 from converters.families.rules import Drop, RopeHalves, Rule
 
-
-def parameters(args: ModelArgs) -> list[Parameter]:
-    """Every parameter in model order with its full shape [out, in], its role and its tensor-parallel dim."""
-    return list_parameters(args, layer_parameters)
-
-
-def list_parameters(args: ModelArgs, layer_parameters: Callable[[str, ModelArgs], list[Parameter]]) -> list[Parameter]:
-    """Embedding, layers, last norm and output (unless tied); `layer_parameters` lists those of the layer FQN given."""
-    listed = [Parameter(EMBEDDING, (args.vocab_size, args.dim), Role.EMBEDDING, tp_dim=0)]
-    for n in range(args.num_layers):
-        listed += layer_parameters(f"layers.{n}", args)
-    listed.append(Parameter("norm.weight", (args.dim,), Role.NORM))
-    if not args.tied:
-        listed.append(Parameter(OUTPUT, (args.vocab_size, args.dim), Role.OUTPUT, tp_dim=0))
-    return listed
-
-
-def layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    """The parameters of one dense layer; `layer` is its FQN."""
-    return [
-        *attention_parameters(layer, args),
-        *feed_forward_parameters(layer, args),
-        *norm_parameters(layer, args),
-    ]
-
-
-def attention_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    weights = [
-        column(f"{layer}.attention.wq", q_rows, args.dim),
-        column(f"{layer}.attention.wk", kv_rows, args.dim, Role.KV_COLUMN),
-        column(f"{layer}.attention.wv", kv_rows, args.dim, Role.KV_COLUMN),
-        Parameter(f"{layer}.attention.wo.weight", (args.dim, q_rows), Role.ROW, tp_dim=1),
-    ]
-    return _interleave_biases(weights, has_bias=args.attention_bias)
-
-
-def feed_forward_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    weights = swiglu_parameters(f"{layer}.feed_forward", args.dim, args.ffn_hidden)
-    return _interleave_biases(weights, has_bias=args.mlp_bias)
-
-
-def swiglu_parameters(module: str, dim: int, hidden: int) -> list[Parameter]:
-    """The weights of a SwiGLU of `hidden` features inside."""
-    return [
-        column(f"{module}.w1", hidden, dim),
-        Parameter(f"{module}.w2.weight", (dim, hidden), Role.ROW, tp_dim=1),
-        column(f"{module}.w3", hidden, dim, Role.UP_COLUMN),
-    ]
-
-
-def norm_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    names = ("attention_norm", "ffn_norm")
-    return [Parameter(f"{layer}.{name}.weight", (args.dim,), Role.NORM) for name in names]
-
-
-def column(fqn: str, rows: int, columns: int, role: Role = Role.COLUMN) -> Parameter:
-    """The weight of a linear layer whose output tensor parallelism shards."""
-    return Parameter(f"{fqn}.weight", (rows, columns), role, tp_dim=0, input_group=fqn.rpartition(".")[0])
-
-
-def _interleave_biases(weights: list[Parameter], *, has_bias: bool) -> list[Parameter]:
-    return [p for weight in weights for p in ((weight, weight.bias()) if has_bias else (weight,))]
-
+parameters = parameters_of(dense_block)
 
 _L = "layers.{n}."
 _WITHIN_LAYER = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")

@@ -11,17 +11,13 @@ from converters.families.base import (
     FlavorAttention,
     GroupedQuery,
     ModelArgs,
-    Parameter,
+    Norm,
     RopeScaling,
-)
-from converters.families.experts import expert_parameters
-from converters.families.llama import (
-    attention_parameters,
-    feed_forward_parameters,
-    list_parameters,
-    norm_parameters,
+    Temperature,
+    rope_of,
 )
 from converters.families.meta_params import ffn_hidden
+from converters.families.parameters import parameters_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class Llama4Args(ModelArgs):
     layers_without_positions: tuple[int, ...] = ()  # no rotation, and the whole sequence is attended to
     chunk: int | None = None  # see GroupedQuery; of the layers with rotation
     norms_qk: bool = False  # of the layers with rotation
-    temperature: float | None = None  # see GroupedQuery; of the layers without rotation
+    temperature: float | None = None  # see Temperature; of the layers without rotation
     temperature_length: int = 8192
     balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
 
@@ -43,14 +39,19 @@ class Llama4Args(ModelArgs):
 def block(args: ModelArgs, layer: int) -> Block:
     """Rotation, chunks and norms in most layers, temperature in the others; experts in `sparse_layers`."""
     assert isinstance(args, Llama4Args)
+    norm, bias = Norm(args.norm_eps), args.attention_bias
     if layer in args.layers_without_positions:
-        attention = GroupedQuery(
-            rotates=False, temperature=args.temperature, temperature_length=args.temperature_length
-        )
+        temperature = None
+        if args.temperature is not None:
+            temperature = Temperature(args.temperature, args.temperature_length, first=1)
+        attention = GroupedQuery(None, qkv_bias=bias, out_bias=bias, temperature=temperature)
     else:
-        attention = GroupedQuery(chunk=args.chunk, norms_qk=args.norms_qk)
+        qk_norm = Norm(args.norm_eps, has_weight=False) if args.norms_qk else None
+        attention = GroupedQuery(
+            rope_of(args, pairs=True), qkv_bias=bias, out_bias=bias, qk_norm=qk_norm, chunk=args.chunk
+        )
     if layer not in args.sparse_layers:
-        return Block(Dense(args.ffn_hidden), attention)
+        return Block(attention, Dense(args.ffn_hidden), norm)
     experts = Experts(
         num=args.num_experts,
         top_k=args.experts_per_token,
@@ -62,25 +63,10 @@ def block(args: ModelArgs, layer: int) -> Block:
         scales_input=True,
         chooses_by_logits=True,
     )
-    return Block(experts, attention)
+    return Block(attention, experts, norm)
 
 
-def parameters(args: ModelArgs) -> list[Parameter]:
-    """Every parameter of the text model, in torchtitan's names."""
-    return list_parameters(args, _layer_parameters)
-
-
-def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    feed_forward = block(args, int(layer.partition(".")[2])).feed_forward
-    return [
-        *attention_parameters(layer, args),
-        *(
-            expert_parameters(layer, args.dim, feed_forward)
-            if isinstance(feed_forward, Experts)
-            else feed_forward_parameters(layer, args)
-        ),
-        *norm_parameters(layer, args),
-    ]
+parameters = parameters_of(block)
 
 
 def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, *, step: int, **rest: Any) -> Llama4Args:

@@ -12,18 +12,13 @@ from converters.families.base import (
     Dense,
     Experts,
     Family,
+    GroupedQuery,
     ModelArgs,
     Naming,
-    Parameter,
-    Role,
+    Norm,
+    rope_of,
 )
-from converters.families.experts import (
-    HF_EXPERTS,
-    HF_FUSED_EXPERTS,
-    TITAN_EXPERTS,
-    TITAN_NEWEST_EXPERTS,
-    expert_parameters,
-)
+from converters.families.experts import HF_EXPERTS, HF_FUSED_EXPERTS, TITAN_EXPERTS, TITAN_NEWEST_EXPERTS
 from converters.families.hf_config import (
     DECODER_FIELDS,
     NO_EFFECT,
@@ -34,16 +29,8 @@ from converters.families.hf_config import (
     hf_config,
     other_layer_types,
 )
-from converters.families.llama import (
-    HF,
-    TITAN_MODEL_PREFIX,
-    TITAN_QKV_LINEAR,
-    TORCHTUNE,
-    attention_parameters,
-    feed_forward_parameters,
-    list_parameters,
-    norm_parameters,
-)
+from converters.families.llama import HF, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR, TORCHTUNE
+from converters.families.parameters import parameters_of
 from converters.families.rules import Rule
 
 
@@ -62,41 +49,22 @@ class Qwen3Args(ModelArgs):
 
 
 def block(args: ModelArgs, layer: int) -> Block:
-    """Experts in every `sparse_step`-th layer, but for `dense_layers`."""
-    if not isinstance(args, Qwen3Args) or not args.num_experts:
-        return Block(Dense(args.ffn_hidden))
-    if layer in args.dense_layers or (layer + 1) % args.sparse_step:
-        return Block(Dense(args.ffn_hidden))
-    return Block(
-        Experts(
-            num=args.num_experts,
-            top_k=args.experts_per_token,
-            hidden=args.expert_hidden,
-            normalize=args.normalize_weights,
-            balance_rate=args.balance_rate,
-        )
-    )
-
-
-def parameters(args: ModelArgs) -> list[Parameter]:
-    """Llama's, or experts as the feed-forward, and one norm for all heads of q and one for those of k in each layer."""
-    return list_parameters(args, _layer_parameters)
-
-
-def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    """Norms of each head of q and k; experts in every `sparse_step`-th layer, but for `dense_layers`."""
     assert isinstance(args, Qwen3Args)
-    feed_forward = block(args, int(layer.removeprefix("layers."))).feed_forward
-    names = ("q_norm", "k_norm") if args.qk_norm else ()
-    return [
-        *attention_parameters(layer, args),
-        *(
-            expert_parameters(layer, args.dim, feed_forward)
-            if isinstance(feed_forward, Experts)
-            else feed_forward_parameters(layer, args)
-        ),
-        *norm_parameters(layer, args),
-        *(Parameter(f"{layer}.attention.{name}.weight", (args.head_dim,), Role.HEAD_NORM) for name in names),
-    ]
+    norm, bias = Norm(args.norm_eps), args.attention_bias
+    attention = GroupedQuery(
+        rope_of(args, pairs=False), qkv_bias=bias, out_bias=bias, qk_norm=norm if args.qk_norm else None
+    )
+    if not args.num_experts or layer in args.dense_layers or (layer + 1) % args.sparse_step:
+        return Block(attention, Dense(args.ffn_hidden), norm)
+    experts = Experts(
+        num=args.num_experts,
+        top_k=args.experts_per_token,
+        hidden=args.expert_hidden,
+        normalize=args.normalize_weights,
+        balance_rate=args.balance_rate,
+    )
+    return Block(attention, experts, norm)
 
 
 def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> Qwen3Args:
@@ -282,7 +250,7 @@ def _hf_config(args: ModelArgs) -> dict[str, Any]:
 QWEN3 = Family(
     name="qwen3",
     flavors=FLAVORS,
-    parameters=parameters,
+    parameters=parameters_of(block),
     namings={naming.name: naming for naming in NAMINGS},
     args_from_hf_config=_args_from_hf_config,
     hf_config=_hf_config,

@@ -72,7 +72,7 @@ def test_all_but_parameters_is_on_the_device():
         model.register_buffer("table", torch.zeros(3))
     keep_on_cpu(model, torch.device("meta"))  # a device that is not the CPU
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    assert model.rope.frequencies_P.device.type == model.table.device.type == "meta"
+    assert model.rope.features[0].frequencies_P.device.type == model.table.device.type == "meta"
 
 
 def test_whole_copies_have_no_fsdp_to_offload_them():

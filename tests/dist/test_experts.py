@@ -54,7 +54,6 @@ from tests.dist.training import (
 from trainer.checkpoints.arrays import as_tensor
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.moe import GroupedExperts
-from trainer.models.qwen3 import build_model as build_plain_model
 from trainer.models.registry import get_trainer_family
 from trainer.next_token.numbers import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
@@ -623,7 +622,7 @@ def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_p
     step = tmp_path / "checkpoint" / "step-2"
     dtypes = {fqn: t.dtype for fqn, t in read_manifest(step).tensors.items()}
     assert {fqn for fqn, dtype in dtypes.items() if dtype != "bfloat16"} == {"layers.1.moe.expert_bias"}
-    ours = build_plain_model(QWEN3.flavors["debug_moe_mixed"])
+    ours = get_trainer_family("qwen3").build_model(QWEN3.flavors["debug_moe_mixed"])
     with open_native(step) as weights:
         read = {fqn: as_tensor(weights.read(fqn), dtypes[fqn]).float() for fqn in weights.tensors}
     ours.load_state_dict(read)

@@ -218,18 +218,19 @@ def test_the_mixture_of_experts_of_the_page_trains(pools, folder, tmp_path):
 
 SCALED = """
 from converters.api import Family, ModelArgs, hf_config, llama, register_family
-from trainer.api import Attention, FeedForward, Transformer, TrainerFamily, register_model
+from trainer.api import GroupedQueryAttention, Transformer, TrainerFamily, register_model
 
 SCALE = 0.7
 CONFIG = hf_config.ConfigClass("Granite", "GraniteForCausalLM", "granite", max_seq_len=64)
 
 
-class Scaled(Attention):
+class Scaled(GroupedQueryAttention):
     def forward(self, x, rotations):
         from trainer.models.rope import rotate
 
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.wq, self.wk, self.wv))
-        return self.wo(self.inner_attention(rotate(q, rotations), rotate(k, rotations), v, CALL).flatten(-2))
+        q, k = (rotate(x, rotations[self.rope_number]) for x in (q, k))
+        return self.wo(self.inner_attention(q, k, v, CALL).flatten(-2))
 
 
 def build_model(args):
@@ -240,9 +241,9 @@ def build_model(args):
             x = x + self.attention(self.attention_norm(x), rotations)
             return x + self.feed_forward(self.ffn_norm(x))
 
-    model = Transformer(args, Scaled)
-    for number in model.layers:
-        model.layers[number].__class__ = Block
+    model = Transformer(args)
+    for layer in model.layers.values():
+        layer.__class__, layer.attention.__class__ = Block, Scaled
     return model
 
 

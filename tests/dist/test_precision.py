@@ -30,7 +30,7 @@ def dtypes(layout: Layout) -> dict[str, set[torch.dtype]]:
     seen = {"hidden": set(), "angles": set()}
 
     def look(module, args):
-        hidden, rotations = args
+        hidden, (rotations,) = args
         seen["hidden"].add(hidden.dtype)
         seen["angles"].add(rotations.dtype)
 

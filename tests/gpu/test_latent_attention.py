@@ -6,16 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from converters.families.deepseek_v3 import FLAVORS
-from trainer.models.decoder import CausalAttention
-from trainer.models.deepseek_v3 import build_model, softmax_scale
+from converters.families.deepseek_v3 import FLAVORS, block
+from trainer.models.attention import CausalAttention
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.attention_backend import attention_backends
 from trainer.parallel.context import attend_to_prefix, attend_with_cudnn
 from trainer.parallel.gpu_attention import FlexAttention, VarlenAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BATCH, LENGTH, HEADS = 2, 1024, 16
-SCALE = softmax_scale(FLAVORS["671B"])
+SCALE = block(FLAVORS["671B"], 0).attention.scale
 
 
 def by_hand(q, k, v):
@@ -61,7 +61,7 @@ def test_a_kernel_gives_the_result_and_the_gradients(name):
 @pytest.mark.parametrize("flavor", ["debug_v3", "debug_v2_lite"])
 def test_logits_and_gradients_are_those_of_the_cpu(flavor):
     torch.manual_seed(0)
-    on_cpu = build_model(FLAVORS[flavor])
+    on_cpu = get_trainer_family("deepseek_v3").build_model(FLAVORS[flavor])
     for name, parameter in on_cpu.named_parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=1.0 if "gate" in name else 0.05)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from converters.families.llama3 import FLAVORS
-from trainer.models.decoder import CausalAttention, Transformer
+from trainer.models.attention import CausalAttention
+from trainer.models.decoder import Transformer
 from trainer.parallel.attention_backend import attention_backends
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

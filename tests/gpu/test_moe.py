@@ -11,7 +11,7 @@ from converters.families.qwen3 import FLAVORS
 from trainer.config.sections import Compile
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.grouped_product import grouped_product
-from trainer.models.qwen3 import build_model
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.compile import apply_compile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -51,7 +51,9 @@ def test_a_grouped_product_is_a_loop_of_products(dtype, counts, dim, width):
 def test_biased_experts_are_those_of_a_cpu_in_float32(dtype, counts):
     """The gradient of a bias is a product with eight columns of ones."""
     torch.manual_seed(0)
-    experts = BiasedExperts(64, Experts(num=len(counts), top_k=1, hidden=96, has_biases=True, clamp=7.0)).to(dtype)
+    experts = BiasedExperts(
+        64, Experts(num=len(counts), top_k=1, hidden=96, has_biases=True, clamp=7.0, fused_rows=True)
+    ).to(dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     exact = deepcopy(experts).float()
@@ -80,7 +82,7 @@ def gradients(model: torch.nn.Module) -> list[Tensor]:
 
 def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    model = build_model(FLAVORS["debug_moe_mixed"]).cuda()
+    model = get_trainer_family("qwen3").build_model(FLAVORS["debug_moe_mixed"]).cuda()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=1.0 if "gate" in name else 0.05)
     for layer in model.layers.values():

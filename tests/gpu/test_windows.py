@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from converters.families import gpt_oss, llama4
 from converters.families.base import GroupedQuery
 from trainer.config.sections import Compile
-from trainer.models.decoder import attend_densely
+from trainer.models.attention import attend_densely
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda")
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 1024, 16, 2, 64  # eight query heads share keys, as GPT-OSS's
 KINDS = [
-    GroupedQuery(window=128, has_sinks=True),
-    GroupedQuery(has_sinks=True),
-    GroupedQuery(window=100),  # no multiple of FlexAttention's blocks
-    GroupedQuery(chunk=256),
-    GroupedQuery(chunk=200, has_sinks=True),
+    GroupedQuery(None, window=128, has_sinks=True),
+    GroupedQuery(None, has_sinks=True),
+    GroupedQuery(None, window=100),  # no multiple of FlexAttention's blocks
+    GroupedQuery(None, chunk=256),
+    GroupedQuery(None, chunk=200, has_sinks=True),
 ]
 MODELS = {
     "debug_window": ("gpt_oss", gpt_oss.FLAVORS["debug_window"]),

@@ -13,12 +13,12 @@ from torch import nn
 
 from converters.families import hf_config, llama
 from converters.families import registry as families
-from converters.families.base import Family, Naming, Parameter, Role
+from converters.families.base import Block, Dense, Family, GroupedQuery, Naming, Norm, Parameter, Role, rope_of
+from converters.families.parameters import parameters_of
 from converters.families.rules import Rule, Same
 from tests.models.dense import NUMBERS
 from trainer.models import registry as trained_families
-from trainer.models.decoder import Attention, Transformer
-from trainer.models.qwen3 import rotate_halves
+from trainer.models.decoder import Transformer
 from trainer.models.registry import TrainerFamily
 
 BIASED = {
@@ -70,14 +70,8 @@ def _family(name: str) -> Family:
     config_class = hf_config.ConfigClass(name, ARCHITECTURES[name], name, max_seq_len=2048)
 
     def parameters(args):
-        listed = []
-        for p in llama.parameters(args):
-            listed.append(p)
-            if p.fqn.split(".")[-2] in BIASED[name]:
-                listed.append(p.bias())
-        if args.tied and "output" in BIASED[name]:
-            listed.append(Parameter("output.bias", (args.vocab_size,), Role.OUTPUT, tp_dim=0, is_bias=True))
-        return listed
+        output_bias = Parameter("output.bias", (args.vocab_size,), Role.OUTPUT, tp_dim=0, is_bias=True)
+        return parameters_of(_block_of(name))(args) + ([output_bias] if "output" in BIASED[name] else [])
 
     def args_from_hf_config(config):
         unbiased = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
@@ -92,6 +86,7 @@ def _family(name: str) -> Family:
     return Family(
         name=name,
         flavors={},
+        block=_block_of(name),
         parameters=parameters,
         namings={"hf": Naming("hf", tuple(rules))},
         args_from_hf_config=args_from_hf_config,
@@ -100,19 +95,20 @@ def _family(name: str) -> Family:
     )
 
 
-class _HalvesAttention(Attention):
-    def forward(self, x_BLD, rotations):
-        q, k, v = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.inner_attention(rotate_halves(q, rotations), rotate_halves(k, rotations), v).flatten(-2))
+def _block_of(name: str):
+    def block(args, layer):
+        everywhere = name == "biased_llama"
+        attention = GroupedQuery(rope_of(args, pairs=everywhere), qkv_bias=True, out_bias=everywhere)
+        return Block(attention, Dense(args.ffn_hidden, has_biases=everywhere), Norm(args.norm_eps))
+
+    return block
 
 
 def _builder(name: str):
     def build_model(args):
-        halves = {"make_attention": _HalvesAttention, "rotations_stacked_on": 0} if name == "qwen2" else {}
-        model = Transformer(args, **halves)
-        for path, module in model.named_modules():
-            if path.rpartition(".")[2] in BIASED[name]:
-                module.bias = nn.Parameter(module.weight.new_empty(module.out_features))
+        model = Transformer(args, _block_of(name))
+        if "output" in BIASED[name]:
+            model.output.bias = nn.Parameter(model.output.weight.new_empty(args.vocab_size))
         return model
 
     return build_model

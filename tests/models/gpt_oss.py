@@ -119,10 +119,11 @@ def native_logits(weights, tokens, args):
     """
     from torch.nn.functional import embedding, linear
 
+    from converters.families.base import rope_of
     from trainer.models.rope import rope_frequencies, rotation_scale
 
     held = {fqn: torch.as_tensor(tensor).double() for fqn, tensor in weights.items()}
-    angles = torch.arange(len(tokens))[:, None].float() * rope_frequencies(args, args.head_dim)
+    angles = torch.arange(len(tokens))[:, None].float() * rope_frequencies(rope_of(args, pairs=False))
     cos, sin = (f(angles).double() * rotation_scale(args.rope_scaling) for f in (torch.cos, torch.sin))
     far = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
 

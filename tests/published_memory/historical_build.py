@@ -17,9 +17,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 import titan_tools.memory.trace.capture
 import trainer.build
-import trainer.models.decoder
-import trainer.models.deepseek_v3
-import trainer.models.qwen3
+import trainer.models.latent_attention
 import trainer.next_token.parts
 import trainer.parallel.activation_checkpoint
 import trainer.parallel.expert_parallel
@@ -48,7 +46,9 @@ from tests.published_memory.history import HistoricalBuild
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Compile, Optimizer, Training
 from trainer.loss.install import install_loss
+from trainer.models.attention import GroupedQueryAttention
 from trainer.models.moe import Gate, MoE, grouped_swiglu
+from trainer.models.rope import RotaryAngles
 from trainer.parallel.activation_checkpoint import _matrix_products
 from trainer.parallel.compile import compiles
 from trainer.parallel.expert_exchange import EXCHANGES
@@ -63,14 +63,15 @@ _label_parameters = titan_tools.memory.trace.capture._label_parameters
 def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
     """Build captured runs as torchtitan built them."""
     norm = {"python": python_rms_norm, "composite": composite_rms_norm, "fused": nn.RMSNorm.forward}[build.norm]
-    llama, qwen = trainer.models.decoder, trainer.models.qwen3
+    attention = llama_attention
+    if build.norms_queries:
+        attention = qwen_attention if build.repeats_keys else grouped_qwen_attention
     with ExitStack() as patches:
         for owner, name, value in (
             (nn.RMSNorm, "forward", norm),
-            (llama.Attention, "forward", llama_attention),
-            (llama.RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
-            (qwen.QKNormAttention, "forward", qwen_attention if build.repeats_keys else grouped_qwen_attention),
-            (trainer.models.deepseek_v3, "rotate", complex_rotate),
+            (GroupedQueryAttention, "forward", attention),
+            (RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
+            (trainer.models.latent_attention, "rotate", complex_rotate),
             (MoE, "forward", padded_experts if build.pads_experts else scatter_added_experts),
             (trainer.next_token.parts, "install_loss", partial(_install_loss, build)),
             (trainer.build, "apply_fsdp", _ends_in_root(build) if build.has_ends_in_root else _separate_groups(build)),

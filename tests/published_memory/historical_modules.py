@@ -31,17 +31,18 @@ def composite_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return (wide * scale * norm.weight).type_as(x)
 
 
-def llama_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+def llama_attention(attention: nn.Module, x_BLD: Tensor, rotations: tuple[Tensor]) -> Tensor:
     """torchtitan/models/llama/model.py: q and k are rotated as complex numbers. `rotations` [L, 1, P], complex."""
+    (angles,) = rotations
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     pairs = [torch.view_as_complex(each.float().unflatten(-1, (-1, 2))) for each in (q, k)]
-    wide_q, wide_k = (torch.view_as_real(each * rotations).flatten(-2) for each in pairs)
+    wide_q, wide_k = (torch.view_as_real(each * angles).flatten(-2) for each in pairs)
     del pairs
     return _attend(attention, wide_q.type_as(q), wide_k.type_as(k), v)
 
 
-def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: tuple[Tensor]) -> Tensor:
     """torchtitan/models/qwen3/model/model.py: q and k are normalized, then rotated in x's dtype.
 
     `rotations` [L, 2·H]: cosine and sine of both halves.
@@ -49,16 +50,16 @@ def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Te
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations.chunk(2, dim=-1))
+    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations[0].chunk(2, dim=-1))
     return _attend(attention, *((each * cos) + (_rotate_halves(each) * sin) for each in (q, k)), v)
 
 
-def grouped_qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+def grouped_qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: tuple[Tensor]) -> Tensor:
     """The same in v0.2.2: keys and values are not repeated for the queries that share them."""
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations.chunk(2, dim=-1))
+    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations[0].chunk(2, dim=-1))
     q, k = ((each * cos) + (_rotate_halves(each) * sin) for each in (q, k))
     out_BLNH = attention.inner_attention(q, k, v)
     return attention.wo(out_BLNH.contiguous().flatten(-2))

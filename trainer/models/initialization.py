@@ -35,7 +35,7 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
         return Constant(0.0)
     match parameter.role:
         case Role.NORM | Role.HEAD_NORM | Role.LATENT_NORM:
-            return Constant(1.0)
+            return Constant(0.0 if parameter.is_offset else 1.0)
         case Role.ROUTER_BIAS:
             return Constant(0.0)
         case Role.EMBEDDING if not args.tied:

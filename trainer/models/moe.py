@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from converters.families.base import Experts
+from converters.families.base import Dense, Experts
 from trainer.models.biased_experts import BiasedExperts
+from trainer.models.feed_forward import FeedForward
 from trainer.models.grouped_product import grouped_product
 
 SIGMOID = "sigmoid"  # Experts.score
@@ -188,20 +189,6 @@ def grouped_swiglu(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor,
     return grouped_product(hidden_RF, w2_EDF, ends_E)
 
 
-class SharedExperts(nn.Module):
-    """One SwiGLU, which every token uses: as wide as the experts that it is made of together."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden, bias=False)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        out_BLD: Tensor = self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
-        return out_BLD
-
-
 class MoE(nn.Module):
     """Routed experts in place of a feed-forward, and the shared ones if the model has any."""
 
@@ -213,8 +200,9 @@ class MoE(nn.Module):
         self.router = Router(dim, experts)
         self.dispatch = LocalDispatch()
         self.scales_input = experts.scales_input
-        self.experts = BiasedExperts(dim, experts) if experts.has_biases else GroupedExperts(dim, experts)
-        self.shared_experts = SharedExperts(dim, experts.shared_hidden) if experts.shared_hidden else None
+        self.experts = BiasedExperts(dim, experts) if experts.fused_rows else GroupedExperts(dim, experts)
+        # One, which every token uses: as wide as the experts that it is made of together
+        self.shared_experts = FeedForward(dim, Dense(experts.shared_hidden)) if experts.shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(experts.num, dtype=torch.float32))
         self.load_E: Tensor | None = None  # rows of each expert, int64: backward adds those of its forward
 

@@ -1,12 +1,14 @@
 """The model families that can be trained; their numbers and names are in `converters/families`. Torch-free."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.extensions import ExtensionError, check_attributes, check_call
 from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
+from converters.families.registry import get_family
 from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 from trainer.objective import Objective, check_objective
@@ -35,49 +37,25 @@ class TrainerFamily:
     objective: Objective | None = None  # None: to predict the next token
 
 
-def _build_llama3(args: ModelArgs) -> "ModelPart":
+def decoder_of(family: str) -> TrainerFamily:
+    """The decoder that the blocks of the `converters` Family of that name describe."""
+    return TrainerFamily(partial(_build_decoder, family), takes_documents=True)
+
+
+def _build_decoder(family: str, args: ModelArgs) -> "ModelPart":
     from trainer.models.decoder import Transformer
 
-    return Transformer(args)
+    described = get_family(family)
+    return Transformer(args, described.block, described.ends(args))
 
 
-def _build_qwen3(args: ModelArgs) -> "ModelPart":
-    from trainer.models.qwen3 import build_model
-
-    return build_model(args)
+_FAMILIES = {name: decoder_of(name) for name in ("llama3", "llama2", "qwen3", "deepseek_v3", "gpt_oss", "llama4")}
+_FAMILIES["gpt_oss"] = replace(_FAMILIES["gpt_oss"], initial_distribution=gpt_oss_distribution)
 
 
-def _build_deepseek_v3(args: ModelArgs) -> "ModelPart":
-    from trainer.models.deepseek_v3 import build_model
-
-    return build_model(args)
-
-
-def _build_gpt_oss(args: ModelArgs) -> "ModelPart":
-    from trainer.models.gpt_oss import build_model
-
-    return build_model(args)
-
-
-def _build_llama4(args: ModelArgs) -> "ModelPart":
-    from trainer.models.llama4 import build_model
-
-    return build_model(args)
-
-
-_LLAMA = TrainerFamily(_build_llama3, takes_documents=True)
-_FAMILIES = {
-    "llama3": _LLAMA,
-    "llama2": _LLAMA,  # the same computation with other numbers
-    "qwen3": TrainerFamily(_build_qwen3, takes_documents=True),
-    "deepseek_v3": TrainerFamily(_build_deepseek_v3, takes_documents=True),
-    "gpt_oss": TrainerFamily(_build_gpt_oss, initial_distribution=gpt_oss_distribution, takes_documents=True),
-    "llama4": TrainerFamily(_build_llama4, takes_documents=True),
-}
-
-
-def register(name: str, family: TrainerFamily) -> None:
-    """Make a family trainable; register its numbers with `converters.families.registry`."""
+def register(name: str, family: TrainerFamily | None = None) -> None:
+    """Make a family trainable, by default as `decoder_of`; register it with `converters.families.registry`, too."""
+    family = decoder_of(name) if family is None else family
     if not isinstance(family, TrainerFamily):
         raise ExtensionError(f"register_model was called with {family!r:.80}, which is not a TrainerFamily")
     check_call(family.build_model, ("args",), f"`build_model` of family {name!r}")

@@ -1,4 +1,4 @@
-"""Rotary position embedding, interleaved pairs: plain, linear, dynamic NTK, Llama 3.1's scaling, and YaRN.
+"""Features of token positions: rotary embedding (plain, linear, dynamic NTK, Llama 3.1's scaling, YaRN), temperature.
 
 Frequencies and angles are fp32 on purpose: the released weights were trained with angles rounded this way, and at
 position 16k the rounding changes logits more than all other arithmetic.
@@ -7,24 +7,36 @@ P is the number of rotation pairs of a head: H/2, or fewer if only the last feat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import DynamicRope, LinearRope, ModelArgs, RopeScaling, Scaling, YarnRope
+from converters.families.base import (
+    DynamicRope,
+    GroupedQuery,
+    Latent,
+    LinearRope,
+    Rope,
+    RopeScaling,
+    Scaling,
+    Temperature,
+    YarnRope,
+    yarn_magnitude,
+)
+
+PositionFeatures = Sequence[Tensor]  # what layers need to know of positions, fp32: a tensor for each Rope, Temperature
 
 
-def rope_frequencies(args: ModelArgs, width: int) -> Tensor:
+def rope_frequencies(rope: Rope) -> Tensor:
     """Radians per token of each rotation pair, fp32 [P], on the CPU also inside `with torch.device("meta")`.
 
-    `width`: rotated features of a head, 2P.
     The order of operations is that of transformers (modeling_rope_utils.py), for bit-equal results.
     """
-    scaling = args.rope_scaling
+    scaling = rope.scaling
     if isinstance(scaling, YarnRope):
-        return _yarn_frequencies(args, scaling, width)
-    frequencies_P = 1.0 / (_theta(args, width) ** _exponents(width))
+        return _yarn_frequencies(rope, scaling)
+    frequencies_P = 1.0 / (_theta(rope) ** _exponents(rope.width))
     if isinstance(scaling, LinearRope):
         return frequencies_P / scaling.factor
     return scale_frequencies(frequencies_P, scaling) if isinstance(scaling, RopeScaling) else frequencies_P
@@ -34,21 +46,22 @@ def _exponents(width: int) -> Tensor:
     return torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
 
 
-def _theta(args: ModelArgs, width: int) -> float:
+def _theta(rope: Rope) -> float:
     """theta, for dynamic NTK computed by its formula within the trained length, which rounds differently."""
-    scaling, length = args.rope_scaling, args.max_seq_len
+    scaling, length = rope.scaling, rope.trained_length
     if not isinstance(scaling, DynamicRope):
-        return args.rope_theta
+        return rope.theta
     stretch = (scaling.factor * length / length) - (scaling.factor - 1)
-    return float(args.rope_theta * stretch ** (width / (width - 2)))
+    return float(rope.theta * stretch ** (rope.width / (rope.width - 2)))
 
 
-def _yarn_frequencies(args: ModelArgs, scaling: YarnRope, width: int) -> Tensor:
+def _yarn_frequencies(rope: Rope, scaling: YarnRope) -> Tensor:
     """YaRN: high frequencies are kept, low ones divided by `factor`, with a linear ramp between."""
+    width = rope.width
 
     def pair_with(num_turns: float) -> float:
         ratio = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return (width * math.log(ratio)) / (2 * math.log(args.rope_theta))
+        return (width * math.log(ratio)) / (2 * math.log(rope.theta))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
@@ -58,7 +71,7 @@ def _yarn_frequencies(args: ModelArgs, scaling: YarnRope, width: int) -> Tensor:
         high += 0.001
     pairs_P = torch.arange(width // 2, dtype=torch.float32, device="cpu")
     kept_P = 1 - torch.clamp((pairs_P - low) / (high - low), 0, 1)
-    powers_P = args.rope_theta ** _exponents(width)
+    powers_P = rope.theta ** _exponents(width)
     return 1.0 / (scaling.factor * powers_P) * (1 - kept_P) + 1.0 / powers_P * kept_P
 
 
@@ -74,11 +87,6 @@ def rotation_scale(scaling: Scaling | None) -> float:
     return yarn_magnitude(factor, 1)
 
 
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Equation 22 of YaRN, with the weight that DeepSeek has added."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept, linearly blended between."""
     context = scaling.original_max_position_embeddings
@@ -92,20 +100,16 @@ def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
 class RotaryAngles(nn.Module):
     """Cosines and sines of token positions. Has no buffers: nothing is saved, and `.to(bfloat16)` rounds nothing."""
 
-    def __init__(self, args: ModelArgs, *, stacked_on: int = -1, width: int | None = None):
-        """`stacked_on` is the dim of cosine and sine: -1 for interleaved pairs, 0 for halves of a head.
-
-        `width`: rotated features of a head, by default all of them.
-        """
+    def __init__(self, rope: Rope):
         super().__init__()
-        self.args, self.stacked_on, self.width = args, stacked_on, width or args.head_dim
-        self.frequencies_P, self.scale = rope_frequencies(args, self.width), rotation_scale(args.rope_scaling)
+        self.rope, self.stacked_on = rope, -1 if rope.pairs else 0  # the dim of cosine and sine
+        self.frequencies_P, self.scale = rope_frequencies(rope), rotation_scale(rope.scaling)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryAngles":
         # Called by `.to()`, `.cuda()` and `.to_empty()`. Use the new device, never the dtype, and compute the values
         # again: `.to_empty()` leaves them uninitialized.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.frequencies_P = rope_frequencies(self.args, self.width).to(fn(self.frequencies_P).device)
+        self.frequencies_P = rope_frequencies(self.rope).to(fn(self.frequencies_P).device)
         return self
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -131,3 +135,57 @@ def rotate(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
     else:
         rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
     return rotated.flatten(-2).type_as(x_BLNH)
+
+
+def rotate_halves(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate the pairs (0, P), (1, P+1), … of each head, in fp32, and return x's dtype. `rotations` are stacked on 0.
+
+    Only the order of the pairs differs from `rotate`.
+    """
+    first, second = x_BLNH.float().chunk(2, dim=-1)
+    cos, sin = rotations.unbind(0)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BLNH)
+
+
+def rotate_first(x_BLNH: Tensor, rotations: Tensor, rope: Rope) -> Tensor:
+    """Rotate the first `rope.width` features of each head."""
+    turn = rotate if rope.pairs else rotate_halves
+    if rope.width == x_BLNH.shape[-1]:
+        return turn(x_BLNH, rotations)
+    rotated, rest = x_BLNH.split([rope.width, x_BLNH.shape[-1] - rope.width], dim=-1)  # type: ignore[no-untyped-call]
+    return torch.cat((turn(rotated, rotations), rest), dim=-1)
+
+
+class TemperatureFactors(nn.Module):
+    """Positions [L] or [B, L] → factors of q, fp32 [..., L, 1, 1]; `Temperature` has the formula.
+
+    The order of operations is that of transformers (modeling_llama4.py), for bit-equal results.
+    """
+
+    def __init__(self, temperature: Temperature):
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, positions: Tensor) -> Tensor:
+        t = self.temperature
+        factors = torch.log1p(torch.floor((positions.float() + float(t.first)) / t.length)) * t.beta + 1.0
+        return factors[..., None, None]
+
+
+def position_features(attentions: Iterable[GroupedQuery | Latent]) -> tuple[Rope | Temperature, ...]:
+    """The rotary embeddings and temperatures of layers, each once: what `Positions` computes."""
+    features = (f for a in attentions for f in (a.rope, getattr(a, "temperature", None)))
+    return tuple(dict.fromkeys(feature for feature in features if feature is not None))
+
+
+class Positions(nn.Module):
+    """Positions [L] or [B, L] → the value of each feature; see `position_features`."""
+
+    def __init__(self, features: Iterable[Rope | Temperature]):
+        super().__init__()
+        self.features = nn.ModuleList(
+            RotaryAngles(f) if isinstance(f, Rope) else TemperatureFactors(f) for f in features
+        )
+
+    def forward(self, positions: Tensor) -> PositionFeatures:
+        return tuple(feature(positions) for feature in self.features)

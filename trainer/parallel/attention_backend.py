@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from converters.families.base import ModelArgs
-from trainer.models.decoder import CausalAttention
+from trainer.models.attention import CausalAttention
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.document_attention import PerDocumentAttention
 from trainer.parallel.masked_attention import OneOfMasks

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.models.decoder import first_features, to_one_width
+from trainer.models.attention import first_features, to_one_width
 
 _MIN_BAND = 128  # queries of one call, if a window is shorter: a call takes as long as some keys that none sees
 

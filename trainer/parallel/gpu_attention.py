@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.decoder import first_features, to_one_width
+from trainer.models.attention import first_features, to_one_width
 
 
 class FlexAttention(nn.Module):

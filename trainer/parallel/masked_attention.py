@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.base import GroupedQuery
-from trainer.models.decoder import PLAIN
+from trainer.models.attention import PLAIN
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.context import ContextParallelAttention, MaskedAttention
 from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents

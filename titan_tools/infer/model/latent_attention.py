@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.base import Latent
-from trainer.models.rope import rotate
+from trainer.models.rope import PositionFeatures, rotate
 
 
 class LatentAttention(nn.Module):
@@ -33,27 +33,27 @@ class LatentAttention(nn.Module):
 
     def __init__(self, attention: Any, numbers: Latent):
         super().__init__()
-        self.numbers, self.scale = numbers, attention.scale
+        self.numbers, self.rope_number = numbers, attention.rope_number
         self.head_dim = numbers.kv_rank + numbers.rotary_dim  # of what is cached
         for name, layer in attention.named_children():
             if list(layer.parameters(recurse=False)):
                 self.add_module(name, layer)
 
-    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
-        n = self.numbers
+    def forward(self, x_BLD: Tensor, rotations: PositionFeatures) -> Tensor:
+        n, angles = self.numbers, rotations[self.rope_number]
         q_BLNH = self._queries(x_BLD)
         plain_BLNP, turned_BLNO = torch.split(q_BLNH, [n.plain_dim, n.rotary_dim], dim=-1)
-        turned_BLNO = rotate(turned_BLNO, rotations)
+        turned_BLNO = rotate(turned_BLNO, angles)
         latent_BLR, key_BLO = torch.split(self.wkv_a(x_BLD), [n.kv_rank, n.rotary_dim], dim=-1)
-        key_BL1O = rotate(key_BLO.unsqueeze(-2), rotations)
+        key_BL1O = rotate(key_BLO.unsqueeze(-2), angles)
         cached_BL1C = torch.cat((self.kv_norm(latent_BLR).unsqueeze(-2), key_BL1O), dim=-1)
         if self.inner_attention.expands:
             q_BLNH = torch.cat((plain_BLNP, turned_BLNO), dim=-1)
-            out_BLNV = self.inner_attention(q_BLNH, cached_BL1C, cached_BL1C, self.scale)
+            out_BLNV = self.inner_attention(q_BLNH, cached_BL1C, cached_BL1C, n.scale)
         else:
             keys_NPR, values_NVR = self._rows_of_heads()
             q_BLNC = torch.cat((torch.einsum("blnp,npr->blnr", plain_BLNP, keys_NPR), turned_BLNO), dim=-1)
-            out_BLNC = self.inner_attention(q_BLNC, cached_BL1C, cached_BL1C, self.scale)
+            out_BLNC = self.inner_attention(q_BLNC, cached_BL1C, cached_BL1C, n.scale)
             out_BLNV = torch.einsum("blnr,nvr->blnv", out_BLNC[..., : n.kv_rank], values_NVR)
         out_BLD: Tensor = self.wo(out_BLNV.flatten(-2))
         return out_BLD

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
-import trainer.models.decoder
+import trainer.models.attention
 import trainer.parallel.context
 import trainer.parallel.document_attention
 import trainer.parallel.expert_exchange
 from converters.common.sizes import MIB
 from trainer.job.record import Job
-from trainer.models.decoder import first_features, to_one_width
+from trainer.models.attention import first_features, to_one_width
 from trainer.next_token.numbers import documents_of
 from trainer.parallel.context import attend_with_cudnn, cudnn_may_give_nan
 from trainer.parallel.document_attention import PerDocumentAttention
@@ -118,7 +118,7 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
             patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", attend_to_prefix))
             # Only a CPU has no kernel for values of another width
-            patches.enter_context(patch.object(trainer.models.decoder, "to_one_width", _as_they_are))
+            patches.enter_context(patch.object(trainer.models.attention, "to_one_width", _as_they_are))
         if kernels.documents == "flex":
             patches.enter_context(patch.object(trainer.parallel.document_attention, "to_one_width", _as_they_are))
             patches.enter_context(patch.object(PerDocumentAttention, "forward", _attend_as_flex))

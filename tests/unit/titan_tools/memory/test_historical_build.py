@@ -5,7 +5,7 @@ import importlib.util
 import io
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from torch import nn
 
 from converters.common.errors import ConfigError, UnsupportedError
 from converters.families import llama3
-from converters.families.base import Experts, ModelArgs
+from converters.families.base import Experts, ModelArgs, rope_of
+from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
 from tests.published_memory import historical_modules as rebuilt
@@ -37,8 +38,7 @@ from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
 from trainer.job.record import Job
 from trainer.loss.cross_entropy import cross_entropy_sum
-from trainer.models import decoder as llama
-from trainer.models import qwen3 as qwen
+from trainer.models.attention import GroupedQueryAttention
 from trainer.models.moe import MoE
 from trainer.models.rope import RotaryAngles, rotate
 
@@ -73,19 +73,20 @@ def table_of(lines):
 @pytest.mark.parametrize(
     ("family", "attend", "cache"),
     [
-        (llama, rebuilt.llama_attention, rebuilt.llama_freqs_cis),
-        (qwen, rebuilt.qwen_attention, rebuilt.qwen_rope_cache),
-        (qwen, rebuilt.grouped_qwen_attention, rebuilt.qwen_rope_cache),
+        ("llama3", rebuilt.llama_attention, rebuilt.llama_freqs_cis),
+        ("qwen3", rebuilt.qwen_attention, rebuilt.qwen_rope_cache),
+        ("qwen3", rebuilt.grouped_qwen_attention, rebuilt.qwen_rope_cache),
     ],
 )
 def test_attention_computes_what_ours_does(family, attend, cache):
     torch.manual_seed(0)
-    attention = (qwen.QKNormAttention if family is qwen else llama.Attention)(ARGS)
+    kind = get_family(family).block(Qwen3Args(**asdict(ARGS)) if family == "qwen3" else ARGS, 0).attention
+    attention = GroupedQueryAttention(ARGS, kind)
     x, positions = torch.randn(2, 6, ARGS.dim), torch.arange(6)
-    ours = RotaryAngles(ARGS, stacked_on=0 if family is qwen else -1)
-    expected = attention(x, ours(positions))
+    ours = RotaryAngles(kind.rope)
+    expected = attention(x, (ours(positions),))
     for points in (positions, positions.expand(2, 6)):
-        assert torch.allclose(attend(attention, x, cache(ours, points)), expected, atol=1e-5)
+        assert torch.allclose(attend(attention, x, (cache(ours, points),)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("compute", [rebuilt.scatter_added_experts, padded_experts])
@@ -101,7 +102,7 @@ def test_experts_compute_what_ours_do(compute):
 
 def test_the_complex_rotation_computes_what_ours_does():
     torch.manual_seed(0)
-    rope, x = RotaryAngles(ARGS), torch.randn(2, 6, 4, 8)
+    rope, x = RotaryAngles(rope_of(ARGS, pairs=True)), torch.randn(2, 6, 4, 8)
     rotations = rope(torch.arange(6))
     assert torch.allclose(complex_rotate(x, rebuilt.llama_freqs_cis(rope, torch.arange(6))), rotate(x, rotations))
 

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.base import YarnRope
-from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters
+from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters, softmax_scale
 from converters.source.weights import open_native
 from tests.models.deepseek import NUMBERS, native_logits
 from tests.models.deepseek import write as write_deepseek
 from tests.models.names import native_tensors
 from tests.models.of_args import model_of
-from trainer.models.deepseek_v3 import build_model, softmax_scale
 from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.models.moe import Router
 from trainer.models.registry import get_trainer_family
@@ -32,7 +31,7 @@ ARGS |= {
 
 
 def our_model(theirs: nn.Module, args: DeepSeekArgs) -> nn.Module:
-    model = build_model(args)
+    model = get_trainer_family("deepseek_v3").build_model(args)
     missing = model.load_state_dict(native_tensors(theirs.state_dict()), strict=False)
     assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
     return model
@@ -112,7 +111,7 @@ def test_a_folder_of_transformers_is_computed_as_the_papers_say(name, tmp_path):
     theirs, tokens = write_deepseek(tmp_path, name), torch.arange(48) * 7 % 97
     with open_native(tmp_path) as weights:
         args, arrays = weights.info.args, {fqn: torch.from_numpy(weights.read(fqn)) for fqn in weights.tensors}
-    model = build_model(args)
+    model = get_trainer_family("deepseek_v3").build_model(args)
     model.load_state_dict(arrays)
     with torch.no_grad():
         found, output = model(tokens[None])[0], theirs(tokens[None]).logits[0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.base import ModelArgs, RopeScaling, rope_of
 from converters.families.qwen3 import Qwen3Args
 from tests.models.names import interleaved, native_name
 from tests.models.of_args import model_of
@@ -96,19 +96,20 @@ def test_positions_of_each_sample_count():
 
 
 def test_rotary_angles_survive_other_dtypes_and_the_meta_device():
-    args = GROUPED
-    expected = RotaryAngles(args)(torch.tensor([12345]))
+    rope = rope_of(GROUPED, pairs=True)
+    expected = RotaryAngles(rope)(torch.tensor([12345]))
     with torch.device("meta"):
-        model = Transformer(args)
+        model = Transformer(GROUPED)
     model = model.to(torch.bfloat16).to_empty(device="cpu")
-    assert model.rope(torch.tensor([12345])).equal(expected)
-    assert model.rope.frequencies_P.dtype == torch.float32
-    assert not model.rope.to("meta").to_empty(device="cpu").frequencies_P.is_meta
+    (rotations,), (angles,) = model.rope(torch.tensor([12345])), model.rope.features
+    assert rotations.equal(expected)
+    assert angles.frequencies_P.dtype == torch.float32
+    assert not angles.to("meta").to_empty(device="cpu").frequencies_P.is_meta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiler_gets_the_rotation_in_real_numbers(dtype):
-    rotations = RotaryAngles(GROUPED)(torch.arange(16000, 16000 + SEQ_LEN))
+    rotations = RotaryAngles(rope_of(GROUPED, pairs=True))(torch.arange(16000, 16000 + SEQ_LEN))
     q_BLNH = torch.randn(2, SEQ_LEN, 4, 16, dtype=dtype, generator=torch.Generator().manual_seed(3))
     seen = set()
 

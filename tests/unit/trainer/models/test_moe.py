@@ -14,7 +14,7 @@ from trainer.config.sections import ActivationCheckpoint
 from trainer.models import grouped_product as products
 from trainer.models.grouped_product import grouped_product
 from trainer.models.moe import MoE
-from trainer.models.qwen3 import build_model
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 from trainer.parallel.cpu_products import fp32_products
 
@@ -50,7 +50,7 @@ GATE_STD = 1.0  # less, and scores nearly tie: their order would be chance
 
 
 def our_model(theirs: nn.Module, args: Qwen3Args) -> nn.Module:
-    model = build_model(args)
+    model = get_trainer_family("qwen3").build_model(args)
     missing = model.load_state_dict(native_tensors(theirs.state_dict()), strict=False)
     assert not missing.unexpected_keys and all(key.endswith("expert_bias") for key in missing.missing_keys)
     return model
@@ -375,7 +375,7 @@ def count_of(mode: ActivationCheckpoint) -> tuple[Tensor, Tensor]:
     """Counts of two batches with gradients and one without, and the experts that the first two were sent to."""
     args = ARGS["mixed with dense layers"]
     torch.manual_seed(0)
-    model = build_model(args)
+    model = get_trainer_family("qwen3").build_model(args)
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, std=GATE_STD if "gate" in name else 0.1)
     chosen: list[Tensor] = []

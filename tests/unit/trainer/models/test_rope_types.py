@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from converters.common.errors import CheckpointError
-from converters.families.base import args_to_json
+from converters.families.base import args_to_json, rope_of
 from converters.families.llama3 import LLAMA3
 from converters.families.model_numbers import check_args
 from converters.families.registry import get_family, read_hf_config
@@ -59,7 +59,7 @@ def test_frequencies_and_scale_are_those_of_transformers(rope, head_dim, length,
         check_args(args, what="config.json")
     except CheckpointError:
         assume(False)
-    ours = RotaryAngles(args)
+    ours = RotaryAngles(rope_of(args, pairs=True))
     assert torch.equal(ours.frequencies_P, theirs.inv_freq)
     assert ours.scale == theirs.attention_scaling
     again = read_hf_config(json.loads(json.dumps(LLAMA3.hf_config(args))))[1]  # as titan writes it

@@ -11,17 +11,15 @@ from torch._dynamo.utils import counters
 
 from converters.common.errors import UnsupportedError
 from converters.families import gpt_oss, llama4
-from converters.families.base import Block, Dense, GroupedQuery, RopeScaling
+from converters.families.base import RopeScaling, Temperature, dense_block, rope_of
 from converters.families.llama3 import LLAMA3
 from converters.families.registry import get_family
 from tests.models.names import native_tensors
 from tests.models.of_args import model_of
 from trainer.config.sections import Compile
-from trainer.models.decoder import Attention, Transformer
-from trainer.models.llama4 import temperature_factors
-from trainer.models.qwen3 import QKNormAttention
+from trainer.models.decoder import Transformer
 from trainer.models.registry import check_kinds, get_trainer_family
-from trainer.models.rope import RotaryAngles
+from trainer.models.rope import RotaryAngles, TemperatureFactors
 from trainer.parallel.compile import apply_compile
 from trainer.parallel.document_attention import PerDocumentAttention, positions_in_documents
 from trainer.parallel.masked_attention import apply_masks, masked_layers
@@ -175,15 +173,13 @@ def test_a_window_that_the_attention_does_not_compute_is_refused():
     """Of a user's own family, whose `block` says more than its model."""
 
     def windowed(args, layer):
-        return Block(Dense(8), GroupedQuery(window=4 if layer == 1 else None))
+        plain = dense_block(args, layer)
+        return replace(plain, attention=replace(plain.attention, window=4)) if layer == 1 else plain
 
-    for attention in (Attention, QKNormAttention):
-        with pytest.raises(UnsupportedError, match="`block` describes GroupedQuery\\(window=4"):
-            Transformer(LLAMA3.flavors["debug_gqa"], attention, block=windowed)
     family, args = replace(LLAMA3, block=windowed), LLAMA3.flavors["debug_gqa"]
     with pytest.raises(UnsupportedError, match="`block` describes") as error:
         check_kinds(Transformer(args), family, args)
-    assert "layers.1.attention: kind = None, not GroupedQuery(window=4" in error.value.message
+    assert "layers.1.attention: kind = GroupedQuery(" in error.value.message and "window=4" in error.value.message
     assert "layers.0" not in error.value.message
     for name, own in (("gpt_oss", "debug_window"), ("llama4", "debug_scout"), ("deepseek_v3", "debug_v3")):
         args = get_family(name).flavors[own]
@@ -197,14 +193,14 @@ def test_frequencies_of_one_factor_for_low_and_high_are_those_of_transformers():
         scaling = RopeScaling(16.0, 1.0, 1.0, original)
         args = replace(args, head_dim=head_dim, rope_scaling=scaling, vocab_size=8, num_layers=1, sparse_layers=())
         wanted = model_of("llama4", args).model.rotary_emb.inv_freq
-        assert RotaryAngles(args).frequencies_P.equal(wanted)
+        assert RotaryAngles(rope_of(args, pairs=True)).frequencies_P.equal(wanted)
         assert wanted.isfinite().all()
 
 
 @pytest.mark.parametrize("flavor", ["20b", "debug_window"])
 def test_yarn_of_gpt_oss_is_that_of_transformers(flavor):
     args = replace(gpt_oss.FLAVORS[flavor], num_layers=1, vocab_size=8, num_experts=4, ffn_hidden=4)
-    theirs, angles = model_of("gpt_oss", args).model.rotary_emb, RotaryAngles(args, stacked_on=0)
+    theirs, angles = model_of("gpt_oss", args).model.rotary_emb, RotaryAngles(rope_of(args, pairs=False))
     assert angles.frequencies_P.equal(theirs.inv_freq)
     assert angles.scale == theirs.attention_scaling == pytest.approx(1.3466, abs=5e-5)
     positions = torch.arange(0, 20000, 7)
@@ -216,14 +212,15 @@ def test_the_temperature_rises_at_each_multiple_of_its_length():
     """Of the number of tokens so far, this one included."""
     positions = torch.tensor([0, 8190, 8191, 16382, 16383, 10485759])
     wanted = [1 + 0.1 * torch.tensor(n + 1.0).log().item() for n in (0, 0, 1, 1, 2, 1280)]
-    assert temperature_factors(positions, 0.1, 8192).flatten().tolist() == pytest.approx(wanted, rel=1e-6)
+    assert TemperatureFactors(Temperature(0.1, 8192, first=1))(positions).flatten().tolist() == pytest.approx(
+        wanted, rel=1e-6
+    )
 
 
 def test_gpt_oss_rotates_with_bf16_weights_in_fp32():
     """Position 16,000 would be 16,000 ± 32 in bf16."""
     args = MODELS["debug_window"][1]
     model = get_trainer_family("gpt_oss").build_model(args).bfloat16()
-    assert model.rope(torch.tensor([16001])).dtype == torch.float32
+    assert [each.dtype for each in model.rope(torch.tensor([16001]))] == [torch.float32]
     scout = get_trainer_family("llama4").build_model(MODELS["debug_scout"][1]).bfloat16()
-    features = scout.rope(torch.tensor([16001]))
-    assert features.rotations.dtype == features.temperatures.dtype == torch.float32
+    assert [each.dtype for each in scout.rope(torch.tensor([16001]))] == [torch.float32] * 2

@@ -11,7 +11,8 @@ from converters.families.llama3 import FLAVORS
 from converters.families.registry import get_family
 from trainer.config.sections import Config
 from trainer.job.job import resolve_job
-from trainer.models.decoder import CausalAttention, Transformer
+from trainer.models.attention import CausalAttention
+from trainer.models.decoder import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 from trainer.parallel.document_attention import PerDocumentAttention

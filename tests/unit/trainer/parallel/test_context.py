@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainer.parallel.context
 from converters.families.deepseek_v3 import FLAVORS as LATENTS
 from converters.families.llama3 import FLAVORS
-from trainer.models.deepseek_v3 import build_model
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.context import (
     ContextParallelAttention,
@@ -56,7 +56,7 @@ def test_latents_are_gathered_and_not_the_keys_and_values_of_the_heads(monkeypat
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
     args = LATENTS["debug_v3"]
-    model = build_model(replace(args, num_layers=2, num_dense_layers=2))
+    model = get_trainer_family("deepseek_v3").build_model(replace(args, num_layers=2, num_dense_layers=2))
     apply_cp(model, None)
     model(torch.arange(16)[None], head_tail_positions(32, 1, 2))
     assert sent == [(1, 16, args.kv_rank + args.rotary_dim)] * 2

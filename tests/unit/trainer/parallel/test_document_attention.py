@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from converters.families.registry import get_family
 from trainer.config.sections import Compile
-from trainer.models.decoder import CausalAttention
+from trainer.models.attention import CausalAttention
 from trainer.models.registry import get_trainer_family
 from trainer.parallel import masked_attention
 from trainer.parallel.attention_backend import WideAttention

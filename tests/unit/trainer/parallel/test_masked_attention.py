@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from converters.families.base import GroupedQuery
-from trainer.models.decoder import CausalAttention
+from trainer.models.attention import CausalAttention
 from trainer.parallel.attention_backend import WideAttention
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions
 from trainer.parallel.document_attention import PerDocumentAttention, _pieces, chunks_of_documents
@@ -20,16 +20,16 @@ ONE_DOCUMENT = torch.zeros(1, LENGTH, dtype=torch.int32)  # one row, for all sam
 LENGTHS = ([LENGTH], [5, 1, 30, 20, LENGTH - 56])
 DOCUMENTS = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in LENGTHS])
 KINDS = [
-    GroupedQuery(window=8),
-    GroupedQuery(window=1, has_sinks=True),
-    GroupedQuery(window=140, has_sinks=True),  # longer than a band of queries
-    GroupedQuery(chunk=24),
-    GroupedQuery(chunk=100, window=30, has_sinks=True),
-    GroupedQuery(has_sinks=True),
-    GroupedQuery(),
+    GroupedQuery(None, window=8),
+    GroupedQuery(None, window=1, has_sinks=True),
+    GroupedQuery(None, window=140, has_sinks=True),  # longer than a band of queries
+    GroupedQuery(None, chunk=24),
+    GroupedQuery(None, chunk=100, window=30, has_sinks=True),
+    GroupedQuery(None, has_sinks=True),
+    GroupedQuery(None),
 ]
 
-FLEX_KINDS = [GroupedQuery(window=8, has_sinks=True), GroupedQuery(chunk=24)]  # uncompiled it is slow
+FLEX_KINDS = [GroupedQuery(None, window=8, has_sinks=True), GroupedQuery(None, chunk=24)]  # uncompiled it is slow
 CASES = [
     *((PerDocumentAttention, kind, documents) for kind in KINDS for documents in (ONE_DOCUMENT, DOCUMENTS)),
     *((FlexAttention, kind, documents) for kind in FLEX_KINDS for documents in (ONE_DOCUMENT, DOCUMENTS)),
@@ -118,7 +118,7 @@ def test_so_do_the_last_queries(kind):
 
 def test_in_bf16_it_is_as_exact_as_its_inputs():
     """As context ranks on a CPU compute it."""
-    kind, given = GroupedQuery(window=8, has_sinks=True), inputs(dtype=torch.bfloat16)
+    kind, given = GroupedQuery(None, window=8, has_sinks=True), inputs(dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in given]
     found, expected = (
         masked(PerDocumentAttention, kind, DOCUMENTS, given),
@@ -137,8 +137,8 @@ def test_a_scale_reaches_every_attention_that_a_layer_may_call(monkeypatch, name
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
     q, k, v, sinks = (x.detach() for x in inputs())
     scale = ((), {"scale": 0.5}) if named else ((0.5,), {})
-    causal = by_hand(q, k, v, sinks, sees(GroupedQuery(), ONE_DOCUMENT), has_sinks=False, scale=0.5)
-    within = by_hand(q, k, v, sinks, sees(GroupedQuery(), DOCUMENTS), has_sinks=False, scale=0.5)
+    causal = by_hand(q, k, v, sinks, sees(GroupedQuery(None), ONE_DOCUMENT), has_sinks=False, scale=0.5)
+    within = by_hand(q, k, v, sinks, sees(GroupedQuery(None), DOCUMENTS), has_sinks=False, scale=0.5)
     masks, here = (None, DOCUMENTS), head_tail_positions(LENGTH, 0, 2)
     of_rank = ContextParallelAttention(None, gathers=False)
     for attend, expected, mask in (
@@ -155,7 +155,7 @@ def test_a_scale_reaches_every_attention_that_a_layer_may_call(monkeypatch, name
 
 def test_chunks_of_positions_that_do_not_restart():
     """torchtitan v0.2.2's meaning of documents, which `training.document_mask = eos` has."""
-    kind, given = GroupedQuery(chunk=24), inputs()
+    kind, given = GroupedQuery(None, chunk=24), inputs()
     expected = by_hand(*given, sees(kind, DOCUMENTS, restarts=False), has_sinks=False, scale=0.5)
     assert_same(masked(PerDocumentAttention, kind, DOCUMENTS, given, restarts=False), expected, given)
     assert not sees(kind, DOCUMENTS, restarts=False).equal(sees(kind, DOCUMENTS))
@@ -192,7 +192,7 @@ def test_a_context_rank_leaves_out_keys_that_none_of_its_queries_may_see(monkeyp
     places = partial(ContextParallelAttention, None)
     of_window, of_chunk, of_all = (
         places(kind=kind)._keys_of_halves(40)
-        for kind in (GroupedQuery(window=8), GroupedQuery(chunk=24), GroupedQuery())
+        for kind in (GroupedQuery(None, window=8), GroupedQuery(None, chunk=24), GroupedQuery(None))
     )
     assert of_window == (slice(0, 40), slice(113, 160))
     assert of_chunk == (slice(0, 40), slice(97, 160))  # a chunk of a document may begin anywhere
@@ -226,7 +226,7 @@ def test_a_compiled_layer_takes_its_own_of_the_block_masks_of_all_batches():
 
 
 def test_reruns_are_bit_equal():
-    kind, results = GroupedQuery(window=8, has_sinks=True), []
+    kind, results = GroupedQuery(None, window=8, has_sinks=True), []
     for _ in range(2):
         given = inputs(dtype=torch.float32)
         out = masked(PerDocumentAttention, kind, DOCUMENTS, given)
