@@ -18,13 +18,34 @@ MTP_LAYERS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a number of a model may be: of a `kind`, from `low` to `high`; a tuple is a list of layers."""
+
+    kind: type
+    low: float = 0
+    high: float = 0
+
+
+SIZE = Limits(int, 1, 2**31 - 1)
+LENGTH = Limits(int, 1, 2**53)  # in tokens
+FLAG = Limits(bool)
+LAYERS = Limits(tuple)
+FACTOR = Limits(float, 1e-6, 1e9)
+
+
+def limited(limits: Limits, *names: str) -> dict[str, Any]:
+    """Metadata of a field: the limits of a number, and its names in config.json, params.json and the like."""
+    return {"limits": limits, "names": names}
+
+
+@dataclass(frozen=True, slots=True)
 class RopeScaling:
     """Llama 3.1's frequency scaling (`rope_type: llama3`); lengths in tokens."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    factor: float = field(default=8.0, metadata=limited(FACTOR))
+    low_freq_factor: float = field(default=1.0, metadata=limited(FACTOR))
+    high_freq_factor: float = field(default=4.0, metadata=limited(FACTOR))
+    original_max_position_embeddings: int = field(default=8192, metadata=limited(LENGTH))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +53,7 @@ class LinearRope:
     """Every frequency divided by `factor`."""
 
     rope_type: str = field(default="linear", init=False)
-    factor: float
+    factor: float = field(metadata=limited(FACTOR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +61,7 @@ class DynamicRope:
     """Dynamic NTK: plain RoPE within `max_seq_len`, another theta for longer sequences, which are not covered."""
 
     rope_type: str = field(default="dynamic", init=False)
-    factor: float
+    factor: float = field(metadata=limited(FACTOR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +72,14 @@ class YarnRope:
     """
 
     rope_type: str = field(default="yarn", init=False)
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
+    factor: float = field(metadata=limited(FACTOR))
+    original_max_position_embeddings: int = field(metadata=limited(LENGTH))
+    beta_fast: float = field(default=32.0, metadata=limited(Limits(float, 0, 1e9)))
+    beta_slow: float = field(default=1.0, metadata=limited(Limits(float, 0, 1e9)))
+    truncate: bool = field(default=True, metadata=limited(FLAG))
+    attention_factor: float | None = field(default=None, metadata=limited(Limits(float, 0, 1e9)))
+    mscale: float | None = field(default=None, metadata=limited(Limits(float, -1e9, 1e9)))
+    mscale_all_dim: float | None = field(default=None, metadata=limited(Limits(float, -1e9, 1e9)))
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
@@ -92,20 +113,20 @@ def describe_rope(scaling: Scaling) -> str:
 class ModelArgs:
     """The numbers of a Llama-like decoder. Serialized as `args` in titan_model.json."""
 
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden: int
-    vocab_size: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
+    dim: int = field(metadata=limited(SIZE, "hidden_size"))
+    num_layers: int = field(metadata=limited(Limits(int, 1, 10_000), "num_hidden_layers", "n_layers"))
+    num_heads: int = field(metadata=limited(SIZE, "num_attention_heads", "n_heads"))
+    num_kv_heads: int = field(metadata=limited(SIZE, "num_key_value_heads", "n_kv_heads"))
+    head_dim: int = field(metadata=limited(SIZE))
+    ffn_hidden: int = field(metadata=limited(SIZE, "intermediate_size"))
+    vocab_size: int = field(metadata=limited(SIZE))
+    norm_eps: float = field(default=1e-5, metadata=limited(Limits(float, 0, 1), "rms_norm_eps"))
+    rope_theta: float = field(default=500000.0, metadata=limited(Limits(float, 1, 1e15)))
     rope_scaling: Scaling | None = None
-    max_seq_len: int = 131072
-    tied: bool = False  # output.weight is tok_embeddings.weight
-    attention_bias: bool = False  # wq, wk, wv and wo have one
-    mlp_bias: bool = False  # w1, w2 and w3 have one
+    max_seq_len: int = field(default=131072, metadata=limited(LENGTH, "max_position_embeddings"))
+    tied: bool = field(default=False, metadata=limited(FLAG, "tie_word_embeddings"))  # to the embedding
+    attention_bias: bool = field(default=False, metadata=limited(FLAG))  # wq, wk, wv and wo have one
+    mlp_bias: bool = field(default=False, metadata=limited(FLAG))  # w1, w2 and w3 have one
 
 
 # titan_model.json lists these numbers of one family for every family, after `tied`, with this value where the family's
@@ -114,6 +135,8 @@ LISTED_FOR_EVERY_FAMILY: Mapping[str, Any] = {"qk_norm": False}
 _OMITTED_AT_DEFAULT = ("attention_bias", "mlp_bias")  # added later: files of models without them stay as they were
 OMITTED_AT_DEFAULT = {"omitted": True}  # metadata of such a field of a family's own args
 ONLY_FOR_TRAINING = OMITTED_AT_DEFAULT | {"only for training": True}  # which no file but titan's states
+BALANCE_RATE = ONLY_FOR_TRAINING | limited(Limits(float, 0, 1))  # see Experts
+NUM_EXPERTS = Limits(int, 1, 65_536)
 
 
 def all_numbers(args: ModelArgs) -> dict[str, Any]:

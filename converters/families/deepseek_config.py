@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, YarnRope, rope_type
+from converters.families.base import FLAG, SIZE, ModelArgs, YarnRope, rope_type
 from converters.families.deepseek_v3 import SIGMOID, SOFTMAX, DeepSeekArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -34,6 +34,7 @@ DEEPSEEK_V2_FIELDS: Fields = _FIELDS | {
     "norm_topk_prob": (False,),  # transformers does not read it, vLLM does
     "mlp_bias": TRANSLATED,
 }
+_LIMITS = {"qk_nope_head_dim": SIZE, "rope_interleave": FLAG}
 V3 = ConfigClass(
     called="DeepSeek V3",
     architecture="DeepseekV3ForCausalLM",
@@ -41,6 +42,7 @@ V3 = ConfigClass(
     max_seq_len=4096,
     args_type=DeepSeekArgs,
     fields=DEEPSEEK_V3_FIELDS,
+    limits=_LIMITS,
 )
 V2 = ConfigClass(
     called="DeepSeek V2",
@@ -49,6 +51,7 @@ V2 = ConfigClass(
     max_seq_len=2048,
     args_type=DeepSeekArgs,
     fields=DEEPSEEK_V2_FIELDS,
+    limits=_LIMITS,
 )
 # Kimi K2's code is that of DeepSeek V3; transformers has no class of that name
 MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "kimi_k2")

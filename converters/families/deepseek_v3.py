@@ -4,17 +4,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.families.base import (
+    BALANCE_RATE,
+    FACTOR,
+    FLAG,
+    NUM_EXPERTS,
     ONLY_FOR_TRAINING,
+    SIZE,
     Block,
     Dense,
     Experts,
     FlavorAttention,
     Latent,
+    Limits,
     ModelArgs,
     Norm,
     Parameter,
     Role,
     YarnRope,
+    limited,
     rope_of,
     yarn_magnitude,
 )
@@ -32,23 +39,26 @@ class DeepSeekArgs(ModelArgs):
     `ffn_hidden` is that of the dense layers, which are the first ones.
     """
 
-    q_rank: int = 0  # size of the latent that q is made of; 0: q is made of the input
-    kv_rank: int = 512
-    rotary_dim: int = 64
-    value_dim: int = 128
-    num_dense_layers: int = 1
-    num_experts: int = 64
-    experts_per_token: int = 6
-    expert_hidden: int = 1408
-    num_shared_experts: int = 2
+    # Size of the latent that q is made of; 0: q is made of the input
+    q_rank: int = field(default=0, metadata=limited(Limits(int, 0, 2**31 - 1), "q_lora_rank"))
+    kv_rank: int = field(default=512, metadata=limited(SIZE, "kv_lora_rank"))
+    rotary_dim: int = field(default=64, metadata=limited(SIZE, "qk_rope_head_dim"))
+    value_dim: int = field(default=128, metadata=limited(SIZE, "v_head_dim"))
+    num_dense_layers: int = field(default=1, metadata=limited(Limits(int, 0, 10_000), "first_k_dense_replace"))
+    num_experts: int = field(default=64, metadata=limited(NUM_EXPERTS, "n_routed_experts", "num_local_experts"))
+    experts_per_token: int = field(default=6, metadata=limited(NUM_EXPERTS, "num_experts_per_tok"))
+    expert_hidden: int = field(default=1408, metadata=limited(SIZE, "moe_intermediate_size"))
+    num_shared_experts: int = field(default=2, metadata=limited(NUM_EXPERTS, "n_shared_experts"))
     score: str = SIGMOID
-    normalize_weights: bool = True
-    route_scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+    normalize_weights: bool = field(default=True, metadata=limited(FLAG, "norm_topk_prob"))
+    route_scale: float = field(default=1.0, metadata=limited(FACTOR, "routed_scaling_factor"))
+    num_groups: int = field(default=1, metadata=limited(NUM_EXPERTS, "n_group"))
+    top_groups: int = field(default=1, metadata=limited(NUM_EXPERTS, "topk_group"))
+    balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
     # Layers behind the others that a checkpoint keeps, and the model does not compute (see converters.model.mtp)
-    num_mtp_layers: int = field(default=0, metadata=ONLY_FOR_TRAINING)
+    num_mtp_layers: int = field(
+        default=0, metadata=ONLY_FOR_TRAINING | limited(Limits(int, 0, 100), "num_nextn_predict_layers")
+    )
 
 
 def block(args: ModelArgs, layer: int) -> Block:

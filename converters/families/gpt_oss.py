@@ -4,14 +4,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.families.base import (
-    ONLY_FOR_TRAINING,
+    BALANCE_RATE,
+    LAYERS,
+    LENGTH,
+    NUM_EXPERTS,
     Block,
     Experts,
     FlavorAttention,
     GroupedQuery,
+    Limits,
     ModelArgs,
     Norm,
     YarnRope,
+    limited,
     rope_of,
 )
 from converters.families.parameters import parameters_of
@@ -21,12 +26,12 @@ from converters.families.parameters import parameters_of
 class GptOssArgs(ModelArgs):
     """The numbers of a GPT-OSS. Every layer has experts, `ffn_hidden` wide."""
 
-    window: int = 128  # tokens that a layer in `window_layers` attends to
-    window_layers: tuple[int, ...] = ()
-    num_experts: int = 32
-    experts_per_token: int = 4
-    clamp: float = 7.0  # see Experts
-    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+    window: int = field(default=128, metadata=limited(LENGTH))  # tokens that a layer in `window_layers` attends to
+    window_layers: tuple[int, ...] = field(default=(), metadata=limited(LAYERS))
+    num_experts: int = field(default=32, metadata=limited(NUM_EXPERTS, "num_local_experts"))
+    experts_per_token: int = field(default=4, metadata=limited(NUM_EXPERTS, "num_experts_per_tok"))
+    clamp: float = field(default=7.0, metadata=limited(Limits(float, 0, 1e9), "swiglu_limit"))  # see Experts
+    balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
 
 
 def block(args: ModelArgs, layer: int) -> Block:

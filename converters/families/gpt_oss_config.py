@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, YarnRope
+from converters.families.base import FACTOR, ModelArgs, YarnRope
 from converters.families.gpt_oss import GptOssArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -17,7 +17,7 @@ from converters.families.hf_config import (
     args_from_hf_config,
     hf_config,
 )
-from converters.families.model_numbers import check_numbers
+from converters.families.model_numbers import check_numbers, limits_of
 
 GPT_OSS_FIELDS: Fields = (
     DECODER_FIELDS
@@ -59,7 +59,7 @@ _PER_TOKEN = ("num_experts_per_tok", "experts_per_token")
 
 def args_of(config: Mapping[str, Any]) -> ModelArgs:
     """args_from_hf_config for GPT-OSS."""
-    check_numbers(config, what="config.json")
+    check_numbers(config, limits_of(GptOssArgs), what="config.json")
     windows, refused = _window_layers(config)
     args = args_from_hf_config(_with_defaults(config), _CONFIG, also_refused=[*refused, *_rope_problems(config)])
     assert isinstance(args, GptOssArgs)
@@ -199,7 +199,7 @@ def from_release(config: Mapping[str, Any]) -> dict[str, Any] | None:
     given = {**_RELEASE, **config}
     if wrong := [f"{key} = {value!r:.60}" for key, value in given.items() if not _is_like(value, _RELEASE[key])]:
         raise CheckpointError("config.json has values that OpenAI's class cannot compute with:" + list_offenders(wrong))
-    check_numbers(given, what="config.json")
+    check_numbers(given, limits_of(GptOssArgs) | {"rope_scaling_factor": FACTOR}, what="config.json")
     length, factor = given["initial_context_length"], given["rope_scaling_factor"]
     scaling = {
         "rope_type": "yarn",

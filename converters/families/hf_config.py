@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs
+from converters.families.base import Limits, ModelArgs
 from converters.families.hf_rope import DEFAULT_THETA, read_rope, refused_rope, rope_parameters
-from converters.families.model_numbers import check_numbers
+from converters.families.model_numbers import check_numbers, limits_of
 
 # The use of a field of a config class. A tuple: the only accepted values, because others change the logits
 TRANSLATED = "becomes a number of ModelArgs"
@@ -31,7 +31,7 @@ DECODER_FIELDS: Fields = _BASE_FIELDS | {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), NO_EFFECT),
     "hidden_act": ("silu", "swish"),  # two names of one function
 }
-LLAMA_FIELDS: Fields = DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
+USUAL_FIELDS: Fields = DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}  # Llama's
 # No fields of these classes, but transformers' shared code reads them from every config and computes differently
 _SHARED: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
@@ -61,30 +61,8 @@ class ConfigClass:
     args_type: type[ModelArgs] = ModelArgs  # its own numbers keep their defaults: config.json does not have them
     biases: tuple[str, ...] = ()  # those of attention_bias and mlp_bias that the family supports
     attention: str = "full causal"  # that the family supports
-    fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: LLAMA_FIELDS)
-
-
-LLAMA = ConfigClass(
-    "Llama",
-    "LlamaForCausalLM",
-    "llama",
-    max_seq_len=2048,
-    biases=("attention_bias", "mlp_bias"),
-    fields=LLAMA_FIELDS,
-)
-
-
-def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
-    """args_from_hf_config for LlamaForCausalLM."""
-    windows = other_layer_types(config)  # no fields of the class, but transformers' cache uses them in decoding
-    if config.get("sliding_window") is not None:
-        windows.append(f"sliding_window = {config['sliding_window']!r}")
-    return args_from_hf_config(config, LLAMA, also_refused=windows)
-
-
-def llama_hf_config(args: ModelArgs) -> dict[str, Any]:
-    """hf_config for LlamaForCausalLM."""
-    return hf_config(args, LLAMA) | {"mlp_bias": args.mlp_bias, "pretraining_tp": 1}
+    fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: USUAL_FIELDS)
+    limits: dict[str, Limits] = field(default_factory=dict)  # of fields that are no number of `args_type`
 
 
 def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refused: Sequence[str] = ()) -> ModelArgs:
@@ -96,7 +74,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
     missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
     if missing:
         raise CheckpointError("config.json lacks numbers that define the model:" + list_offenders(missing))
-    check_numbers(config, what="config.json")
+    check_numbers(config, limits_of(of.args_type) | of.limits, what="config.json")
     same_heads = {"num_key_value_heads": config["num_attention_heads"]} if "num_key_value_heads" in config else {}
     config = same_heads | {key: value for key, value in config.items() if value is not None}  # null means the default
     refused = [*_other_values(config, of), *refused_rope(config), *also_refused]

@@ -11,10 +11,21 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, rope_type
-from converters.families.model_numbers import check_numbers
+from converters.families.base import (
+    SCALINGS,
+    DynamicRope,
+    LinearRope,
+    ModelArgs,
+    RopeScaling,
+    Scaling,
+    YarnRope,
+    rope_type,
+)
+from converters.families.model_numbers import check_numbers, limits_of
 
 DEFAULT_THETA = 10000.0  # of most classes, in both versions
+_LIMITS = {name: limits for kind in SCALINGS.values() for name, limits in limits_of(kind).items()}
+_LIMITS["rope_theta"] = limits_of(ModelArgs)["rope_theta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ def refused_rope(config: Mapping[str, Any]) -> list[str]:
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
             raise CheckpointError(f"config.json: {key} is a {type(config[key]).__name__}, not an object")
-        check_numbers(config.get(key) or {}, what=f"config.json, {key},")
+        check_numbers(config.get(key) or {}, _LIMITS, what=f"config.json, {key},")
     rope = _used_by_transformers_5(config)
     refused = [f"RoPE parameters of {key} alone" for key, value in rope.items() if isinstance(value, Mapping)]
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))

@@ -1,6 +1,15 @@
-"""Llama-like decoders: their parameters, and the names that other formats give them."""
+"""Llama-like decoders: their parameters, the names that other formats give them, and LlamaForCausalLM's config.json."""
 
-from converters.families.base import Naming, dense_block
+from collections.abc import Mapping
+from typing import Any
+
+from converters.families.base import ModelArgs, Naming, dense_block
+from converters.families.hf_config import (
+    ConfigClass,
+    args_from_hf_config,
+    hf_config,
+    other_layer_types,
+)
 from converters.families.parameters import parameters_of
 from converters.families.rules import Drop, RopeHalves, Rule
 
@@ -91,3 +100,24 @@ TITAN_QKV_LINEAR = Naming(  # torchtitan's newest layout
 )
 
 LLAMA_NAMINGS = {n.name: n for n in (HF, META, TORCHTUNE, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR)}
+
+LLAMA = ConfigClass(
+    "Llama",
+    "LlamaForCausalLM",
+    "llama",
+    max_seq_len=2048,
+    biases=("attention_bias", "mlp_bias"),
+)
+
+
+def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
+    """args_from_hf_config for LlamaForCausalLM."""
+    windows = other_layer_types(config)  # no fields of the class, but transformers' cache uses them in decoding
+    if config.get("sliding_window") is not None:
+        windows.append(f"sliding_window = {config['sliding_window']!r}")
+    return args_from_hf_config(config, LLAMA, also_refused=windows)
+
+
+def llama_hf_config(args: ModelArgs) -> dict[str, Any]:
+    """hf_config for LlamaForCausalLM."""
+    return hf_config(args, LLAMA) | {"mlp_bias": args.mlp_bias, "pretraining_tp": 1}

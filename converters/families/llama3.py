@@ -3,8 +3,7 @@
 from typing import Any
 
 from converters.families.base import Family, FlavorAttention, MetaFormat, ModelArgs, RopeScaling
-from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
-from converters.families.llama import LLAMA_NAMINGS, parameters
+from converters.families.llama import LLAMA_NAMINGS, llama_args_from_hf_config, llama_hf_config, parameters
 from converters.families.llama2 import is_llama2
 from converters.families.meta_params import args_from_meta_params, ffn_hidden, llama3_meta_params
 

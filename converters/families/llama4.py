@@ -4,16 +4,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.families.base import (
-    ONLY_FOR_TRAINING,
+    BALANCE_RATE,
+    FLAG,
+    LAYERS,
+    LENGTH,
+    NUM_EXPERTS,
+    SIZE,
     Block,
     Dense,
     Experts,
     FlavorAttention,
     GroupedQuery,
+    Limits,
     ModelArgs,
     Norm,
     RopeScaling,
     Temperature,
+    limited,
     rope_of,
 )
 from converters.families.meta_params import ffn_hidden
@@ -24,16 +31,19 @@ from converters.families.parameters import parameters_of
 class Llama4Args(ModelArgs):
     """The numbers of a Llama 4's text model. `ffn_hidden` is that of the dense layers."""
 
-    sparse_layers: tuple[int, ...] = ()  # those with experts
-    num_experts: int = 16
-    experts_per_token: int = 1
-    expert_hidden: int = 8192  # of the shared expert, too
-    layers_without_positions: tuple[int, ...] = ()  # no rotation, and the whole sequence is attended to
-    chunk: int | None = None  # see GroupedQuery; of the layers with rotation
-    norms_qk: bool = False  # of the layers with rotation
-    temperature: float | None = None  # see Temperature; of the layers without rotation
-    temperature_length: int = 8192
-    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+    sparse_layers: tuple[int, ...] = field(default=(), metadata=limited(LAYERS, "moe_layers"))  # those with experts
+    num_experts: int = field(default=16, metadata=limited(NUM_EXPERTS, "num_local_experts"))
+    experts_per_token: int = field(default=1, metadata=limited(NUM_EXPERTS, "num_experts_per_tok"))
+    expert_hidden: int = field(default=8192, metadata=limited(SIZE))  # of the shared expert, too
+    # Layers with no rotation, which attend to the whole sequence
+    layers_without_positions: tuple[int, ...] = field(default=(), metadata=limited(LAYERS))
+    # See GroupedQuery; of the layers with rotation
+    chunk: int | None = field(default=None, metadata=limited(LENGTH, "attention_chunk_size"))
+    norms_qk: bool = field(default=False, metadata=limited(FLAG, "use_qk_norm"))  # of the layers with rotation
+    # See Temperature; of the layers without rotation
+    temperature: float | None = field(default=None, metadata=limited(Limits(float, 0, 1e9), "attn_scale"))
+    temperature_length: int = field(default=8192, metadata=limited(LENGTH, "floor_scale"))
+    balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
 
 
 def block(args: ModelArgs, layer: int) -> Block:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling, rope_type
+from converters.families.base import SIZE, Limits, ModelArgs, RopeScaling, rope_type
 from converters.families.hf_config import (
     DECODER_FIELDS,
     NO_EFFECT,
@@ -26,6 +26,7 @@ LLAMA4_FIELDS: Fields = (
     | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
     | {"router_jitter_noise": NO_EFFECT}  # the class does not read it
 )
+STEP = Limits(int, 1, 10_000)  # between layers
 TEXT = ConfigClass(
     called="Llama 4",
     architecture="Llama4ForCausalLM",
@@ -38,6 +39,7 @@ TEXT = ConfigClass(
     attention="full and chunked",
     args_type=Llama4Args,
     fields=LLAMA4_FIELDS,
+    limits={"intermediate_size_mlp": SIZE, "interleave_moe_layer_step": STEP, "no_rope_layer_interval": STEP},
 )
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 _DEFAULTS: dict[str, Any] = {

@@ -13,8 +13,9 @@ from converters.common.errors import CheckpointError, UnsupportedError, list_off
 from converters.families.base import ModelArgs, RopeScaling, StoredTensor, describe_rope
 from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
-from converters.families.meta_params import ffn_hidden
-from converters.families.model_numbers import check_numbers
+from converters.families.llama4_config import STEP
+from converters.families.meta_params import META_LIMITS, ffn_hidden
+from converters.families.model_numbers import check_numbers, limits_of
 from converters.families.rules import OTHER_MEDIUM, Drop, Rule, Transposed, Zeros
 
 _L = "layers.{n}."
@@ -99,7 +100,8 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     if isinstance(length, float) and length == int(length):
         params, length = {**params, "floor_scale": int(length)}, int(length)
     for part, what in ((params, "params.json"), (experts, "params.json, moe_args,")):
-        check_numbers({k: v for k, v in part.items() if (k, v) != ("vocab_size", -1)}, what=what)
+        given = {k: v for k, v in part.items() if (k, v) != ("vocab_size", -1)}
+        check_numbers(given, limits_of(Llama4Args) | META_LIMITS | {"interleave_moe_layer_step": STEP}, what=what)
     dim, heads, layers = params["dim"], params["n_heads"], params["n_layers"]
     refused = [f"{key} = {params[key]!r:.60}" for key in ("quantization_args", "lora_args") if params.get(key)]
     if params.get("head_dim") not in (None, dim // heads):

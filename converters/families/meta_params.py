@@ -4,13 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling, describe_rope
-from converters.families.model_numbers import check_numbers
+from converters.families.base import FACTOR, FLAG, SIZE, ModelArgs, RopeScaling, describe_rope
+from converters.families.model_numbers import check_numbers, limits_of
 
 # Meta's 3.2 releases have only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
 # (dim, layers) of the releases whose embedding is tied and whose factor is 32.
 _LLAMA_3_2_SIZES = {(2048, 16), (3072, 28)}
 _META_HARD_CODED_FACTOR = 8.0
+META_LIMITS = {
+    "multiple_of": SIZE,
+    "use_scaled_rope": FLAG,
+    **dict.fromkeys(("ffn_dim_multiplier", "rope_scaling_factor", "rope_high_freq_factor"), FACTOR),
+}
 LLAMA2_THETA = 10000.0
 _LLAMA3_THETA = 500000.0
 _TIKTOKEN_VOCABULARY = 100_000  # Llama 3 has 128,256 tokens, the SentencePiece vocabulary of Llama 2 a third of that
@@ -33,7 +38,8 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     if missing:
         raise CheckpointError("params.json lacks numbers that define the model:" + list_offenders(missing))
     # Llama 1 and 2 have vocab_size -1: that of the tokenizer
-    check_numbers({k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}, what="params.json")
+    given = {k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}
+    check_numbers(given, limits_of(ModelArgs) | META_LIMITS, what="params.json")
     dim, num_layers, num_heads = params["dim"], params["n_layers"], params["n_heads"]
     num_kv_heads = params.get("n_kv_heads") or num_heads
     released_3_2 = (dim, num_layers) in _LLAMA_3_2_SIZES

@@ -6,16 +6,22 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.families.base import (
+    BALANCE_RATE,
+    FLAG,
+    LAYERS,
+    NUM_EXPERTS,
     OMITTED_AT_DEFAULT,
-    ONLY_FOR_TRAINING,
+    SIZE,
     Block,
     Dense,
     Experts,
     Family,
     GroupedQuery,
+    Limits,
     ModelArgs,
     Naming,
     Norm,
+    limited,
     rope_of,
 )
 from converters.families.experts import HF_EXPERTS, HF_FUSED_EXPERTS, TITAN_EXPERTS, TITAN_NEWEST_EXPERTS
@@ -34,18 +40,23 @@ from converters.families.parameters import parameters_of
 from converters.families.rules import Rule
 
 
+def _of_experts(default: Any, limits: Limits, *names: str) -> Any:
+    """A field that files of dense models do not have."""
+    return field(default=default, metadata=OMITTED_AT_DEFAULT | limited(limits, *names))
+
+
 @dataclass(frozen=True, slots=True)
 class Qwen3Args(ModelArgs):
     """The numbers of a Qwen 3."""
 
     qk_norm: bool = True  # RMSNorm over head_dim on every head of q and k, before RoPE
-    num_experts: int = field(default=0, metadata=OMITTED_AT_DEFAULT)  # 0: every layer is dense, and ffn_hidden wide
-    experts_per_token: int = field(default=8, metadata=OMITTED_AT_DEFAULT)
-    expert_hidden: int = field(default=768, metadata=OMITTED_AT_DEFAULT)
-    normalize_weights: bool = field(default=True, metadata=OMITTED_AT_DEFAULT)  # of the chosen experts, to a sum of 1
-    sparse_step: int = field(default=1, metadata=OMITTED_AT_DEFAULT)  # every so many layers have experts
-    dense_layers: tuple[int, ...] = field(default=(), metadata=OMITTED_AT_DEFAULT)  # and these never
-    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+    num_experts: int = _of_experts(0, Limits(int, 0, 65_536))  # 0: every layer is dense, and ffn_hidden wide
+    experts_per_token: int = _of_experts(8, NUM_EXPERTS, "num_experts_per_tok")
+    expert_hidden: int = _of_experts(768, SIZE, "moe_intermediate_size")
+    normalize_weights: bool = _of_experts(True, FLAG, "norm_topk_prob")  # of the chosen experts, to a sum of 1
+    sparse_step: int = _of_experts(1, Limits(int, 1, 10_000), "decoder_sparse_step")  # every so many have experts
+    dense_layers: tuple[int, ...] = _of_experts((), LAYERS, "mlp_only_layers")  # and these never
+    balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
 
 
 def block(args: ModelArgs, layer: int) -> Block:
@@ -166,6 +177,7 @@ _CONFIG = ConfigClass(
     args_type=Qwen3Args,
     biases=("attention_bias",),
     fields=QWEN3_FIELDS,
+    limits={"use_sliding_window": FLAG, "num_local_experts": NUM_EXPERTS},
 )
 
 

@@ -30,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from converters.common.errors import TitanError
 from converters.families.deepseek_config import DEEPSEEK_V2_FIELDS, DEEPSEEK_V3_FIELDS
 from converters.families.gpt_oss_config import GPT_OSS_FIELDS
-from converters.families.hf_config import LLAMA_FIELDS
+from converters.families.hf_config import USUAL_FIELDS
 from converters.families.llama4_config import LLAMA4_FIELDS
 from converters.families.qwen3 import QWEN3_FIELDS, QWEN3_MOE_FIELDS
 from converters.source.weights import open_native
@@ -393,7 +393,7 @@ def check(tmp_path: Path, name: str, chosen: dict[str, dict[str, Any]]) -> dict[
 @pytest.mark.parametrize(
     ("config_class", "listed"),
     [
-        (LlamaConfig, LLAMA_FIELDS),
+        (LlamaConfig, USUAL_FIELDS),
         (Qwen3Config, QWEN3_FIELDS),
         (Qwen3MoeConfig, QWEN3_MOE_FIELDS),
         (DeepseekV3Config, DEEPSEEK_V3_FIELDS),
