@@ -16,30 +16,24 @@ from converters.diff import DiffReport
 from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.families import hf_config, llama
-from converters.families.base import (
+from converters.families.args import ModelArgs
+from converters.families.base import Family, Naming
+from converters.families.blocks import (
     Block,
     Dense,
-    DynamicRope,
     Ends,
     Experts,
-    Family,
     GroupedQuery,
     Latent,
-    LinearRope,
-    ModelArgs,
-    Naming,
     Norm,
-    Parameter,
-    Role,
     Rope,
-    RopeScaling,
     Temperature,
-    YarnRope,
     dense_block,
     rope_of,
 )
-from converters.families.parameters import layer_parameters, parameters_of, with_ends
+from converters.families.parameters import Parameter, Role, layer_parameters, parameters_of, with_ends
 from converters.families.registry import register as _register_family
+from converters.families.rope import DynamicRope, LinearRope, RopeScaling, YarnRope
 from converters.families.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
 from converters.formats.base import OutputOptions
 from converters.formats.registry import get_format

@@ -16,7 +16,8 @@ from converters.common.fold import number_ranges
 from converters.containers.dcp_item import read_blob_item
 from converters.conversion.records import Progress, no_progress
 from converters.engine.read import CatalogReader
-from converters.families.base import Naming, computed_numbers
+from converters.families.args import computed_numbers
+from converters.families.base import Naming
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, describes_model
 from converters.naming.foreign_view import foreign_view

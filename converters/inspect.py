@@ -13,7 +13,10 @@ from converters.common.fold import TensorLine, fold_lines
 from converters.common.names import OPTIMIZER
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.families.base import Experts, GroupedQuery, Naming, Role, args_to_json
+from converters.families.args import args_to_json
+from converters.families.base import Naming
+from converters.families.blocks import Experts, GroupedQuery
+from converters.families.parameters import Role
 from converters.families.registry import all_families, get_family
 from converters.model.model_info import ModelInfo, describes_model
 from converters.model.mtp import num_mtp_layers

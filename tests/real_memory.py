@@ -17,7 +17,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from converters.common.collector import collector_paused
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Trace
 from trainer.build import build

@@ -3,7 +3,7 @@
 from math import ceil, prod
 
 from converters.common.dtypes import itemsize
-from converters.families.base import Parameter
+from converters.families.parameters import Parameter
 from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Block, Trace
 from trainer.job.record import Job

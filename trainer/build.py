@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from converters.common.errors import UnsupportedError, list_offenders
-from converters.families.base import Parameter
+from converters.families.parameters import Parameter
 from converters.layout.layout import cuts_within_experts
 from trainer.job.hardware import check_hardware
 from trainer.job.record import Job

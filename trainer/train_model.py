@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from converters.common.box import Box
 from converters.common.threads import deferred_signals, in_parallel
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.registry import get_family
 from converters.layout.layout import local_box
 from converters.model.model_info import ModelInfo

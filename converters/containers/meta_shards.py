@@ -18,7 +18,8 @@ from converters.common.names import META_PARAMS, META_SHARD
 from converters.containers import torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import refuse_foreign_files
-from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Role
+from converters.families.args import ModelArgs
+from converters.families.parameters import EMBEDDING, OUTPUT, Parameter, Role
 from converters.families.registry import read_meta_params
 from converters.naming.meta_names import as_loaded, meta_parameters
 from converters.naming.namings import drop_reason

@@ -14,7 +14,7 @@ from converters.common.names import META_SHARD
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
 from converters.containers.target import Crc32Of, Slot, Target
 from converters.containers.tensor_pickle import dump_tensors
-from converters.families.base import StoredTensor
+from converters.families.foreign import StoredTensor
 from converters.naming.meta_names import stored_shape
 
 

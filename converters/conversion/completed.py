@@ -10,7 +10,7 @@ import numpy as np
 from converters.common.box import Box, TensorInfo, TensorSource
 from converters.common.errors import ConfigError, list_offenders
 from converters.engine.journal import files_identity
-from converters.families.base import other_numbers
+from converters.families.args import other_numbers
 from converters.families.registry import get_family
 from converters.integrity.source_check import check_tensors
 from converters.model.multimodal import count_extras, find_files, require_extras

@@ -13,7 +13,9 @@ from converters.common.errors import ConfigError, UnsupportedError, list_offende
 from converters.common.fold import fold_texts
 from converters.conversion.records import Request
 from converters.engine.journal import files_identity
-from converters.families.base import EMBEDDING, OUTPUT, Naming, other_numbers
+from converters.families.args import other_numbers
+from converters.families.base import Naming
+from converters.families.parameters import EMBEDDING, OUTPUT
 from converters.families.registry import get_family
 from converters.integrity.source_check import check_tensors
 from converters.naming.native_view import DEQUANTIZED, Reading

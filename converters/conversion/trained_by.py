@@ -6,8 +6,8 @@ from typing import Any
 
 from converters.common.errors import ConfigError
 from converters.common.names import MODEL_INFO
-from converters.families.base import YarnRope
 from converters.families.registry import get_family
+from converters.families.rope import YarnRope
 from converters.model.model_info import ModelInfo
 from converters.source.weights import NativeWeights
 from converters.views.catalog import Catalog

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
+from converters.families.args import ModelArgs
+from converters.families.base import Family, Naming
 from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of, problems_of
 from converters.families.deepseek_torchtitan import as_torchtitan_trained
 from converters.families.deepseek_v3 import ATTENTION_OF, FLAVORS, MTP_NORMS, SOFTMAX, DeepSeekArgs, block, parameters
@@ -12,6 +13,7 @@ from converters.families.experts import (
     NO_EXPERT_BIAS,
     TITAN_NEWEST_EXPERTS,
 )
+from converters.families.parameters import EMBEDDING, OUTPUT
 from converters.families.rules import Drop, Rule, Stacked, Zeros
 
 _L, _HF_L = "layers.{n}.", "model.layers.{n}."

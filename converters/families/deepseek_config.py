@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import FLAG, SIZE, ModelArgs, YarnRope, rope_type
+from converters.families.args import ModelArgs
 from converters.families.deepseek_v3 import SIGMOID, SOFTMAX, DeepSeekArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -17,6 +17,8 @@ from converters.families.hf_config import (
     hf_config,
     other_layer_types,
 )
+from converters.families.limits import FLAG, SIZE
+from converters.families.rope import YarnRope, rope_type
 
 # The classes replace head_dim by qk_rope_head_dim; rope_interleave False rotates halves, for which there are no weights
 _FIELDS: Fields = (

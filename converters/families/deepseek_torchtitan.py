@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
-from converters.families.base import ModelArgs, TrainedOtherwise, YarnRope
+from converters.families.args import ModelArgs
 from converters.families.deepseek_v3 import SOFTMAX, DeepSeekArgs
+from converters.families.foreign import TrainedOtherwise
+from converters.families.rope import YarnRope
 
 _EPS = 1e-5  # of every flavor; of the latents' norms too, for which transformers' classes have 1e-6
 _LITE_MAGNITUDE = 0.70  # of the flavors whose published model has 0.707

@@ -3,29 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.base import (
-    BALANCE_RATE,
-    FACTOR,
-    FLAG,
-    NUM_EXPERTS,
-    ONLY_FOR_TRAINING,
-    SIZE,
-    Block,
-    Dense,
-    Experts,
-    FlavorAttention,
-    Latent,
-    Limits,
-    ModelArgs,
-    Norm,
-    Parameter,
-    Role,
-    YarnRope,
-    limited,
-    rope_of,
-    yarn_magnitude,
-)
-from converters.families.parameters import layer_parameters, parameters_of
+from converters.families.args import BALANCE_RATE, ONLY_FOR_TRAINING, ModelArgs
+from converters.families.base import FlavorAttention
+from converters.families.blocks import Block, Dense, Experts, Latent, Norm, rope_of
+from converters.families.limits import FACTOR, FLAG, NUM_EXPERTS, SIZE, Limits, limited
+from converters.families.parameters import Parameter, Role, layer_parameters, parameters_of
+from converters.families.rope import YarnRope, yarn_magnitude
 
 MTP_NORMS = ("enorm", "hnorm", "mtp_norm")  # of the next token's embedding, the last features, the result
 SIGMOID, SOFTMAX = "sigmoid", "softmax"  # V3's score of an expert, and V2's
@@ -79,7 +62,7 @@ def block(args: ModelArgs, layer: int) -> Block:
         scale=softmax_scale(args),
     )
     if layer < args.num_dense_layers:
-        return Block(attention, Dense(args.ffn_hidden), norm)
+        return Block(attention, Dense(args.ffn_hidden, has_biases=args.mlp_bias), norm)
     experts = Experts(
         num=args.num_experts,
         top_k=args.experts_per_token,

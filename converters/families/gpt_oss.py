@@ -3,23 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.base import (
-    BALANCE_RATE,
-    LAYERS,
-    LENGTH,
-    NUM_EXPERTS,
-    Block,
-    Experts,
-    FlavorAttention,
-    GroupedQuery,
-    Limits,
-    ModelArgs,
-    Norm,
-    YarnRope,
-    limited,
-    rope_of,
-)
+from converters.families.args import BALANCE_RATE, ModelArgs
+from converters.families.base import FlavorAttention
+from converters.families.blocks import Block, Experts, GroupedQuery, Norm, rope_of
+from converters.families.limits import LAYERS, LENGTH, NUM_EXPERTS, Limits, limited
 from converters.families.parameters import parameters_of
+from converters.families.rope import YarnRope
 
 
 @dataclass(frozen=True, slots=True)

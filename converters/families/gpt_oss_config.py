@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import FACTOR, ModelArgs, YarnRope
+from converters.families.args import ModelArgs
 from converters.families.gpt_oss import GptOssArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -17,7 +17,9 @@ from converters.families.hf_config import (
     args_from_hf_config,
     hf_config,
 )
+from converters.families.limits import FACTOR
 from converters.families.model_numbers import check_numbers, limits_of
+from converters.families.rope import YarnRope
 
 GPT_OSS_FIELDS: Fields = (
     DECODER_FIELDS

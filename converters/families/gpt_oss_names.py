@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from converters.common.errors import CheckpointError
-from converters.families.base import Family, ModelArgs, Naming, Release
+from converters.families.args import ModelArgs
+from converters.families.base import Family, Naming
 from converters.families.experts import NO_EXPERT_BIAS
+from converters.families.foreign import Release
 from converters.families.gpt_oss import ATTENTION_OF, FLAVORS, GptOssArgs, block, parameters
 from converters.families.gpt_oss_config import args_of, config_of, from_release, release_config
 from converters.families.llama import HF, TITAN_QKV_LINEAR

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import Limits, ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.hf_rope import DEFAULT_THETA, read_rope, refused_rope, rope_parameters
+from converters.families.limits import Limits
 from converters.families.model_numbers import check_numbers, limits_of
 
 # The use of a field of a config class. A tuple: the only accepted values, because others change the logits

@@ -11,17 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import (
-    SCALINGS,
-    DynamicRope,
-    LinearRope,
-    ModelArgs,
-    RopeScaling,
-    Scaling,
-    YarnRope,
-    rope_type,
-)
+from converters.families.args import ModelArgs
 from converters.families.model_numbers import check_numbers, limits_of
+from converters.families.rope import SCALINGS, DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, rope_type
 
 DEFAULT_THETA = 10000.0  # of most classes, in both versions
 _LIMITS = {name: limits for kind in SCALINGS.values() for name, limits in limits_of(kind).items()}

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from converters.families.base import ModelArgs, YarnRope
+from converters.families.args import ModelArgs
+from converters.families.rope import YarnRope
 
 
 def differences_of_version(config: Mapping[str, Any], args: ModelArgs) -> list[str]:

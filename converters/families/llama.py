@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.families.base import ModelArgs, Naming, dense_block
+from converters.families.args import ModelArgs
+from converters.families.base import Naming
+from converters.families.blocks import dense_block
 from converters.families.hf_config import (
     ConfigClass,
     args_from_hf_config,

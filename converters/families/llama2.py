@@ -2,9 +2,12 @@
 
 from typing import Any
 
-from converters.families.base import Family, MetaFormat, ModelArgs, RopeScaling
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.foreign import MetaFormat
 from converters.families.llama import LLAMA_NAMINGS, llama_args_from_hf_config, llama_hf_config, parameters
 from converters.families.meta_params import LLAMA2_THETA, args_from_meta_params, ffn_hidden, llama2_meta_params
+from converters.families.rope import RopeScaling
 
 SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and those of fine-tuned models
 

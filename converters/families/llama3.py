@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from converters.families.base import Family, FlavorAttention, MetaFormat, ModelArgs, RopeScaling
+from converters.families.args import ModelArgs
+from converters.families.base import Family, FlavorAttention
+from converters.families.foreign import MetaFormat
 from converters.families.llama import LLAMA_NAMINGS, llama_args_from_hf_config, llama_hf_config, parameters
 from converters.families.llama2 import is_llama2
 from converters.families.meta_params import args_from_meta_params, ffn_hidden, llama3_meta_params
+from converters.families.rope import RopeScaling
 
 
 def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> ModelArgs:

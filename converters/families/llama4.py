@@ -3,28 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.base import (
-    BALANCE_RATE,
-    FLAG,
-    LAYERS,
-    LENGTH,
-    NUM_EXPERTS,
-    SIZE,
-    Block,
-    Dense,
-    Experts,
-    FlavorAttention,
-    GroupedQuery,
-    Limits,
-    ModelArgs,
-    Norm,
-    RopeScaling,
-    Temperature,
-    limited,
-    rope_of,
-)
+from converters.families.args import BALANCE_RATE, ModelArgs
+from converters.families.base import FlavorAttention
+from converters.families.blocks import Block, Dense, Experts, GroupedQuery, Norm, Temperature, rope_of
+from converters.families.limits import FLAG, LAYERS, LENGTH, NUM_EXPERTS, SIZE, Limits, limited
 from converters.families.meta_params import ffn_hidden
 from converters.families.parameters import parameters_of
+from converters.families.rope import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +46,7 @@ def block(args: ModelArgs, layer: int) -> Block:
             rope_of(args, pairs=True), qkv_bias=bias, out_bias=bias, qk_norm=qk_norm, chunk=args.chunk
         )
     if layer not in args.sparse_layers:
-        return Block(attention, Dense(args.ffn_hidden), norm)
+        return Block(attention, Dense(args.ffn_hidden, has_biases=args.mlp_bias), norm)
     experts = Experts(
         num=args.num_experts,
         top_k=args.experts_per_token,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import SIZE, Limits, ModelArgs, RopeScaling, rope_type
+from converters.families.args import ModelArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
     NO_EFFECT,
@@ -15,7 +15,9 @@ from converters.families.hf_config import (
     args_from_hf_config,
     hf_config,
 )
+from converters.families.limits import SIZE, Limits
 from converters.families.llama4 import Llama4Args
+from converters.families.rope import RopeScaling, rope_type
 
 LLAMA4_FIELDS: Fields = (
     DECODER_FIELDS

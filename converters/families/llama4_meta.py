@@ -10,12 +10,14 @@ from math import gcd
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling, StoredTensor, describe_rope
+from converters.families.args import ModelArgs
+from converters.families.foreign import StoredTensor
 from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
 from converters.families.llama4_config import STEP
 from converters.families.meta_params import META_LIMITS, ffn_hidden
 from converters.families.model_numbers import check_numbers, limits_of
+from converters.families.rope import RopeScaling, describe_rope
 from converters.families.rules import OTHER_MEDIUM, Drop, Rule, Transposed, Zeros
 
 _L = "layers.{n}."

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from converters.families.base import Family, MetaFormat, Multimodal, Naming
+from converters.families.base import Family, Naming
 from converters.families.experts import TITAN_EXPERTS
+from converters.families.foreign import MetaFormat, Multimodal
 from converters.families.llama import HF, TITAN_QKV_LINEAR
 from converters.families.llama4 import ATTENTION_OF, FLAVORS, Llama4Args, block, parameters
 from converters.families.llama4_config import TEXT, args_of, config_of

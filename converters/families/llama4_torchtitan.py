@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from converters.common.errors import ConfigError
-from converters.families.base import ModelArgs, TrainedOtherwise
+from converters.families.args import ModelArgs
+from converters.families.foreign import TrainedOtherwise
 from converters.families.llama4 import Llama4Args
 
 

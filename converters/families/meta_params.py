@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import FACTOR, FLAG, SIZE, ModelArgs, RopeScaling, describe_rope
+from converters.families.args import ModelArgs
+from converters.families.limits import FACTOR, FLAG, SIZE
 from converters.families.model_numbers import check_numbers, limits_of
+from converters.families.rope import RopeScaling, describe_rope
 
 # Meta's 3.2 releases have only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
 # (dim, layers) of the releases whose embedding is tied and whose factor is 32.

@@ -5,18 +5,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from converters.common.errors import CheckpointError, list_offenders
-from converters.families.base import (
-    EXPERT_SCORES,
-    LAYERS,
-    DynamicRope,
-    Experts,
-    Family,
-    Latent,
-    Limits,
-    ModelArgs,
-    RopeScaling,
-    YarnRope,
-)
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.blocks import EXPERT_SCORES, Experts, Latent
+from converters.families.limits import LAYERS, Limits
+from converters.families.rope import DynamicRope, RopeScaling, YarnRope
 
 _MOST_EXPERTS = 1_000_000  # of all layers: no names are made for more, and no model has a tenth
 

@@ -1,23 +1,100 @@
 """The parameters of a decoder, which follow from its blocks, with torchtitan's names."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 
-from converters.families.base import (
-    EMBEDDING,
-    OUTPUT,
-    Block,
-    Dense,
-    Ends,
-    Experts,
-    GroupedQuery,
-    Latent,
-    ModelArgs,
-    Norm,
-    Parameter,
-    Role,
-    plain_ends,
+from converters.families.args import ModelArgs
+from converters.families.blocks import Block, Dense, Ends, Experts, GroupedQuery, Latent, Norm, plain_ends
+
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
+MTP_LAYERS = (
+    "mtp_layers."  # the beginning of FQNs of layers for multi-token prediction, which are stored and not computed
 )
+
+
+class Role(Enum):
+    """What a parameter is for. Tensor parallelism, inference, initialization and estimates read it, never the name."""
+
+    EMBEDDING = "token embedding, [vocabulary, dim]"
+    OUTPUT = "projection to the vocabulary, [vocabulary, dim]"
+    NORM = "scale of a norm over the model dim, [dim]"
+    HEAD_NORM = "scale of a norm over each head of q or k, [head_dim]"
+    SINK = "score of a column of each head's softmax that has no value, [num_heads]"
+    COLUMN = "linear layer whose output features are sharded, [out, in]"
+    KV_COLUMN = "linear layer that produces the key or value heads, [num_kv_heads * head_dim, in]"
+    UP_COLUMN = "column linear layer of a feed-forward whose result the gate multiplies, [hidden, in]"
+    ROW = "linear layer whose input features are sharded, so that ranks hold partial sums, [out, in]"
+    ROUTER = "linear layer that scores experts, [experts, dim]"
+    ROUTER_BIAS = "offset of the experts' scores, which balances them and has no gradient, float32, [experts]"
+    EXPERT_COLUMN = "COLUMN of every expert, stacked, [experts, out, in]"
+    EXPERT_UP_COLUMN = "UP_COLUMN of every expert, stacked, [experts, out, in]"
+    EXPERT_GATE_UP = "COLUMN and UP_COLUMN of every expert, rows in turn, stacked, [experts, 2 * hidden, in]"
+    EXPERT_ROW = "ROW of every expert, stacked, [experts, out, in]"
+    LATENT = "linear layer whose output all heads share, [latent, in]"
+    LATENT_NORM = "scale of a norm over such a latent, [latent]"
+    MTP = "projection of a layer for multi-token prediction, which is stored and not computed, [dim, 2 * dim]"
+
+
+_LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.LATENT, Role.OUTPUT))
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the unsharded model; a bias has the role of its layer."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    role: Role
+    tp_dim: int | None = None  # the dim that tensor parallelism shards; None: replicated
+    input_group: str = ""  # the module whose input this layer reads, unchanged; layers of one group share it
+    is_bias: bool = False
+    expert_dim: int | None = None  # the dim that experts are stacked on
+    is_trained: bool = True  # False: a buffer, which is saved and has no gradient
+    is_offset: bool = False  # of a norm: the factor is 1 + the weight
+
+    @property
+    def module(self) -> str:
+        """FQN of the module that holds it."""
+        return self.fqn.rpartition(".")[0]
+
+    @property
+    def unit(self) -> str:
+        """FQN of the unit of the model that it belongs to."""
+        return unit_of(self.fqn)
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the layer that it belongs to."""
+        head, _, rest = self.fqn.partition(".")
+        return int(rest.partition(".")[0]) if head == "layers" else None
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """Whether it is the matrix of a linear layer."""
+        return self.role in _LINEAR and not self.is_bias
+
+    def bias(self) -> "Parameter":
+        """The bias of this linear layer: sharded like the weight's rows, whole where the columns are sharded."""
+        tp_dim = 0 if self.tp_dim == 0 else None
+        return replace(self, fqn=f"{self.module}.bias", shape=self.shape[:1], tp_dim=tp_dim, is_bias=True)
+
+
+def unit_of(fqn: str) -> str:
+    """The unit of a model that a parameter is in: `layers.3` of `layers.3.attention.wq.weight`, else its module."""
+    head, _, rest = fqn.partition(".")
+    number = rest.partition(".")[0]
+    return f"{head}.{number}" if number.isdecimal() else head
+
+
+def is_block(unit: str) -> bool:
+    """Whether a unit is one of several that follow each other, such as `layers.3`."""
+    return "." in unit
+
+
+def units_of(parameters: Sequence[Parameter]) -> list[str]:
+    """The units that have parameters, in model order, without layers for multi-token prediction: no model has those."""
+    return list(dict.fromkeys(p.unit for p in parameters if not p.unit.startswith(MTP_LAYERS)))
 
 
 def parameters_of(

@@ -5,25 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.families.base import (
-    BALANCE_RATE,
-    FLAG,
-    LAYERS,
-    NUM_EXPERTS,
-    OMITTED_AT_DEFAULT,
-    SIZE,
-    Block,
-    Dense,
-    Experts,
-    Family,
-    GroupedQuery,
-    Limits,
-    ModelArgs,
-    Naming,
-    Norm,
-    limited,
-    rope_of,
-)
+from converters.families.args import BALANCE_RATE, OMITTED_AT_DEFAULT, ModelArgs
+from converters.families.base import Family, Naming
+from converters.families.blocks import Block, Dense, Experts, GroupedQuery, Norm, rope_of
 from converters.families.experts import HF_EXPERTS, HF_FUSED_EXPERTS, TITAN_EXPERTS, TITAN_NEWEST_EXPERTS
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -35,6 +19,7 @@ from converters.families.hf_config import (
     hf_config,
     other_layer_types,
 )
+from converters.families.limits import FLAG, LAYERS, NUM_EXPERTS, SIZE, Limits, limited
 from converters.families.llama import HF, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR, TORCHTUNE
 from converters.families.parameters import parameters_of
 from converters.families.rules import Rule
@@ -67,7 +52,7 @@ def block(args: ModelArgs, layer: int) -> Block:
         rope_of(args, pairs=False), qkv_bias=bias, out_bias=bias, qk_norm=norm if args.qk_norm else None
     )
     if not args.num_experts or layer in args.dense_layers or (layer + 1) % args.sparse_step:
-        return Block(attention, Dense(args.ffn_hidden), norm)
+        return Block(attention, Dense(args.ffn_hidden, has_biases=args.mlp_bias), norm)
     experts = Experts(
         num=args.num_experts,
         top_k=args.experts_per_token,

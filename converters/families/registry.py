@@ -5,12 +5,15 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.extensions import ExtensionError, check_call, where_defined
-from converters.families.base import Block, Family, ModelArgs, Parameter
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.blocks import Block
 from converters.families.deepseek import DEEPSEEK_V3
 from converters.families.gpt_oss_names import GPT_OSS
 from converters.families.llama2 import LLAMA2
 from converters.families.llama3 import LLAMA3
 from converters.families.llama4_names import LLAMA4
+from converters.families.parameters import Parameter
 from converters.families.qwen3 import QWEN3
 
 _FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA3, LLAMA2, QWEN3, DEEPSEEK_V3, GPT_OSS, LLAMA4)}

@@ -45,7 +45,7 @@ def _quantized_naming(family: Family, options: OutputOptions) -> Naming:
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
-    from converters.families.base import Experts
+    from converters.families.blocks import Experts
 
     is_dense = not any(isinstance(b.feed_forward, Experts) for b in contents.family.blocks(contents.info.args))
     if options.fused_experts and is_dense:

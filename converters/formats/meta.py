@@ -15,7 +15,8 @@ from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
-    from converters.families.base import Family, ModelArgs, Naming
+    from converters.families.args import ModelArgs
+    from converters.families.base import Family, Naming
     from converters.views.expressions import Expression
 
 NUM_SHARDS = (1, 2, 4, 8, 16)  # that Meta has released

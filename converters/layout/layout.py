@@ -15,7 +15,7 @@ from converters.common.collector import collector_paused
 from converters.common.dtypes import itemsize
 from converters.common.errors import ConfigError
 from converters.common.sizes import GIB, MIB
-from converters.families.base import MTP_LAYERS, Parameter, units_of
+from converters.families.parameters import MTP_LAYERS, Parameter, units_of
 from converters.layout.mesh_shape import MeshShape
 from converters.layout.stages import ranks_of_stages, split_stages
 

@@ -4,7 +4,9 @@ from dataclasses import replace
 from math import gcd
 
 from converters.common.errors import ConfigError, list_offenders
-from converters.families.base import Experts, Family, ModelArgs
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.blocks import Experts
 from converters.layout.layout import cuts_within_experts
 from converters.layout.mesh_shape import MAX_RANKS, MeshShape
 from converters.layout.stages import split_stages

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from converters.common.errors import ConfigError
-from converters.families.base import is_block
+from converters.families.parameters import is_block
 
 
 def split_stages(num_stages: int, units: Sequence[str], *, first_less: int = 1, last_less: int = 1) -> list[list[str]]:

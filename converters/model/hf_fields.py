@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders, printable
-from converters.families.base import Family, ModelArgs
+from converters.families.args import ModelArgs
+from converters.families.base import Family
 from converters.tokenizers.assets import CLASS_DEFAULTS, TOKEN_IDS
 
 # A family writes these with the class's defaults, and computes the same with any value

@@ -10,18 +10,12 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.common.names import HF_CONFIG, META_PARAMS, MODEL_INFO, UNTRANSLATED
-from converters.families.base import (
-    LISTED_FOR_EVERY_FAMILY,
-    SCALINGS,
-    Family,
-    ModelArgs,
-    Scaling,
-    args_to_json,
-    computed_numbers,
-)
+from converters.families.args import LISTED_FOR_EVERY_FAMILY, ModelArgs, args_to_json, computed_numbers
+from converters.families.base import Family
 from converters.families.hf_versions import differences_of_version
 from converters.families.model_numbers import check_args, check_blocks
 from converters.families.registry import all_families, as_hf_config, get_family, read_hf_config, read_meta_params
+from converters.families.rope import SCALINGS, Scaling
 from converters.model.hf_fields import (
     describe_rewritten,
     extra_generation_settings,

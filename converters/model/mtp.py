@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, list_offenders
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.args import ModelArgs
+from converters.families.base import Family, Naming
 from converters.families.rules import Drop
 from converters.views.compare import first_difference
 from converters.views.view import View

@@ -14,7 +14,9 @@ from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError, ConfigError, list_offenders
 from converters.common.fold import fold_texts
 from converters.common.names import ASSETS_FOLDER
-from converters.families.base import Family, ModelArgs, Multimodal
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.foreign import Multimodal
 from converters.families.registry import all_families
 from converters.families.rules import OTHER_MEDIUM
 from converters.store.local_files import is_file

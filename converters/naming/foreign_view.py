@@ -8,7 +8,8 @@ import numpy as np
 from converters.common.box import Box, TensorInfo, TensorSource
 from converters.common.errors import CheckpointError, list_offenders
 from converters.families import rules
-from converters.families.base import EMBEDDING, OUTPUT, Naming
+from converters.families.base import Naming
+from converters.families.parameters import EMBEDDING, OUTPUT
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.naming.namings import rules_for, with_placeholder

@@ -6,7 +6,10 @@ from dataclasses import replace
 from converters.common.box import Box
 from converters.common.dtypes import itemsize
 from converters.families import rules
-from converters.families.base import Family, ModelArgs, Parameter, StoredTensor
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.foreign import StoredTensor
+from converters.families.parameters import Parameter
 from converters.naming.namings import rules_for, with_placeholder
 from converters.naming.rule_expressions import foreign_tensors
 from converters.views.catalog import Catalog, Chunk, TensorEntry

@@ -8,7 +8,9 @@ from converters.common.box import TensorInfo, TensorSource
 from converters.common.dtypes import DTYPES
 from converters.common.errors import CheckpointError, list_offenders
 from converters.families import rules
-from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming, Parameter
+from converters.families.args import ModelArgs
+from converters.families.base import Family, Naming
+from converters.families.parameters import EMBEDDING, OUTPUT, Parameter
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.model.multimodal import EXTRA_REASON

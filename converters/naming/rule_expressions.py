@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from converters.families import rules
-from converters.families.base import ModelArgs, Naming, Parameter
+from converters.families.args import ModelArgs
+from converters.families.base import Naming
+from converters.families.parameters import Parameter
 from converters.families.rules import Rule
 from converters.naming.namings import rules_for, with_number, with_placeholder
 from converters.views.expressions import AllZeros, Expression, HeadRows, Index, Join, Source, Stack, Take, Transpose

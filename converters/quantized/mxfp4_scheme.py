@@ -10,7 +10,7 @@ from typing import Any
 
 from converters.common.box import TensorInfo
 from converters.common.errors import UnsupportedError, list_offenders
-from converters.families.base import Parameter, Role
+from converters.families.parameters import Parameter, Role
 from converters.quantized.not_quantized import is_listed, name_list_problem
 from converters.views.mxfp4 import BLOCK, CODE_BYTES
 

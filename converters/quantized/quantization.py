@@ -10,7 +10,7 @@ from typing import Any
 
 from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
-from converters.families.base import Parameter, Role
+from converters.families.parameters import Parameter, Role
 from converters.quantized.mxfp4_scheme import METHOD as MXFP4
 from converters.quantized.mxfp4_scheme import Mxfp4Scheme, mxfp4_config, read_mxfp4
 from converters.quantized.not_quantized import is_listed, name_list_problem

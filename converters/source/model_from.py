@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
 from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
-from converters.families.base import computed_numbers, defining_numbers
+from converters.families.args import computed_numbers, defining_numbers
 from converters.families.registry import as_hf_config, get_family
 from converters.model.hf_fields import COSMETIC
 from converters.model.model_info import ModelInfo, find_model_file, read_model_info

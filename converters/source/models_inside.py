@@ -10,7 +10,7 @@ from converters.common.errors import ConfigError, UnsupportedError, list_offende
 from converters.common.names import section_of
 from converters.common.sizes import format_bytes
 from converters.containers.registry import CONTAINERS
-from converters.families.base import EMBEDDING, OUTPUT
+from converters.families.parameters import EMBEDDING, OUTPUT
 from converters.families.registry import all_families
 from converters.naming.namings import any_name, readable_namings
 from converters.store.location import Location

@@ -15,7 +15,8 @@ from converters.common.fold import fold_texts
 from converters.common.names import HF_CONFIG, section_of
 from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.args import ModelArgs
+from converters.families.base import Family, Naming
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, find_model_file
 from converters.model.mtp import num_mtp_layers, require_stated, with_mtp, without_mtp

@@ -11,8 +11,10 @@ from typing import Any
 
 from converters.common.errors import ConfigError, UnsupportedError, list_offenders
 from converters.common.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
-from converters.families.base import ModelArgs, Role, RopeScaling, describe_rope, rope_type
+from converters.families.args import ModelArgs
+from converters.families.parameters import Role
 from converters.families.registry import get_family
+from converters.families.rope import RopeScaling, describe_rope, rope_type
 from converters.model.model_info import ModelInfo
 from converters.torchtune.chat_file import ChatFile
 

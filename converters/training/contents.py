@@ -12,7 +12,7 @@ from converters.common.fold import fold_texts
 from converters.common.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.families.base import Parameter
+from converters.families.parameters import Parameter
 from converters.source.models_inside import IN_OPTIMIZER
 from converters.training.optimizer_state import (
     CopiedValue,

@@ -17,7 +17,7 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import OPTIMIZER
 from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.engine.read import CatalogReader
-from converters.families.base import EMBEDDING, OUTPUT, Parameter
+from converters.families.parameters import EMBEDDING, OUTPUT, Parameter
 from converters.views.compare import first_differing_block
 from converters.views.expressions import Expression, Source
 from converters.views.view import TIED_REASON

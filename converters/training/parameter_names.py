@@ -8,7 +8,7 @@ import numpy as np
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
-from converters.families.base import OUTPUT
+from converters.families.parameters import OUTPUT
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.naming.namings import detect_naming

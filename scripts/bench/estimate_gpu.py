@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.common.sizes import GIB
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.load import load_config

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 from rounds import machine  # noqa: E402
 
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from converters.families.qwen3 import QWEN3
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Debug, Model, Parallelism, Training

@@ -23,7 +23,7 @@ from converters.containers.dcp_item import blob_item  # noqa: E402
 from converters.containers.dcp_write import plan_dcp  # noqa: E402
 from converters.conversion.execute import execute  # noqa: E402
 from converters.conversion.records import Plan, Run  # noqa: E402
-from converters.families.base import ModelArgs  # noqa: E402
+from converters.families.args import ModelArgs  # noqa: E402
 from converters.families.llama3 import LLAMA3  # noqa: E402
 from converters.layout.layout import boxes_for_mesh  # noqa: E402
 from converters.layout.mesh_shape import MeshShape  # noqa: E402

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from tests.dist.training import Layout, args_of
 from tests.real_memory import Held, held_by_step, held_by_trace
 from titan_tools.memory.trace.capture import capture

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from converters.common.errors import CheckpointError
 from converters.engine import read as engine_read
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
 from converters.verify import verify

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions

@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.common.box import Box
 from converters.families import registry as families
-from converters.families.base import ModelArgs, Role, YarnRope
+from converters.families.args import ModelArgs
+from converters.families.parameters import Role
 from converters.families.registry import get_family
+from converters.families.rope import YarnRope
 from converters.model.model_info import ModelInfo
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training

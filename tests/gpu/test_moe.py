@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from converters.families.qwen3 import FLAVORS
 from trainer.config.sections import Compile
 from trainer.models.biased_experts import BiasedExperts

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.families import gpt_oss, llama4
-from converters.families.base import GroupedQuery
+from converters.families.blocks import GroupedQuery
 from trainer.config.sections import Compile
 from trainer.models.attention import attend_densely
 from trainer.models.registry import get_trainer_family

@@ -13,8 +13,9 @@ from torch import nn
 
 from converters.families import hf_config, llama
 from converters.families import registry as families
-from converters.families.base import Block, Dense, Family, GroupedQuery, Naming, Norm, Parameter, Role, rope_of
-from converters.families.parameters import parameters_of
+from converters.families.base import Family, Naming
+from converters.families.blocks import Block, Dense, GroupedQuery, Norm, rope_of
+from converters.families.parameters import Parameter, Role, parameters_of
 from converters.families.rules import Rule, Same
 from tests.models.dense import NUMBERS
 from trainer.models import registry as trained_families

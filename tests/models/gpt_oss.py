@@ -119,7 +119,7 @@ def native_logits(weights, tokens, args):
     """
     from torch.nn.functional import embedding, linear
 
-    from converters.families.base import rope_of
+    from converters.families.blocks import rope_of
     from trainer.models.rope import rope_frequencies, rotation_scale
 
     held = {fqn: torch.as_tensor(tensor).double() for fqn, tensor in weights.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from converters.families.base import Role
+from converters.families.parameters import Role
 from converters.families.registry import get_family
 from tests.published_memory.rows import MICROBATCH_OF_ONE, Row
 

@@ -7,7 +7,8 @@ import torch
 
 from converters.common.errors import TitanError
 from converters.common.sizes import GIB
-from converters.families.base import ModelArgs, Role
+from converters.families.args import ModelArgs
+from converters.families.parameters import Role
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.quantized.stored_blocks import MXFP4, BlocksSource

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings
 from titan_tools.infer.identity import Origin

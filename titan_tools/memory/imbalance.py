@@ -1,6 +1,6 @@
 """How unevenly tokens may go to experts: the rows that a rank's experts receive, over the mean of all ranks."""
 
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from trainer.job.record import Job
 from trainer.parallel.experts import has_experts
 

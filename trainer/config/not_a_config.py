@@ -9,7 +9,8 @@ import shlex
 from pathlib import Path
 
 from converters.common.errors import ConfigError, TitanError
-from converters.families.base import Family, ModelArgs, computed_numbers
+from converters.families.args import ModelArgs, computed_numbers
+from converters.families.base import Family
 from converters.families.registry import all_families, read_hf_config, read_meta_params
 from converters.store.json_file import read_json
 from trainer.config.preset import preset_models, preset_names

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from converters.common.errors import CheckpointError, ConfigError, list_offenders
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.families.base import computed_numbers, defining_numbers
+from converters.families.args import computed_numbers, defining_numbers
 from converters.model.model_info import ModelInfo
 from converters.source.model_from import model_type
 from converters.source.models_inside import SeveralModels

@@ -6,7 +6,7 @@ Torch-free. Every problem of a layout is reported at once, each with the nearest
 from math import gcd
 
 from converters.common.errors import ConfigError, list_offenders
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.registry import get_family
 from converters.layout.mesh_check import uneven_over_tp
 from converters.layout.mesh_shape import AXES, MeshShape

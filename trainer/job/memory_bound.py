@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from converters.common.dtypes import itemsize
 from converters.common.errors import ConfigError
 from converters.common.sizes import format_bytes
-from converters.families.base import EMBEDDING, OUTPUT, Parameter, unit_of
+from converters.families.parameters import EMBEDDING, OUTPUT, Parameter, unit_of
 from converters.layout.layout import local_box
 from trainer.job.record import Job
 from trainer.parallel.ddp import is_ddp

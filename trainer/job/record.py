@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from converters.families.base import Family, ModelArgs
+from converters.families.args import ModelArgs
+from converters.families.base import Family
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config

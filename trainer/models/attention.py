@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.families.base import GroupedQuery, ModelArgs, Rope, Temperature
+from converters.families.args import ModelArgs
+from converters.families.blocks import GroupedQuery, Rope, Temperature
 from trainer.models.norms import make_norm
 from trainer.models.rope import PositionFeatures, position_features, rotate_first
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from trainer.models.grouped_product import grouped_outer, grouped_product
 
 _SLOPE = 1.702  # of the sigmoid that gates: x * sigmoid(1.702 * x) approximates GELU

@@ -11,17 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import (
-    Block,
-    Ends,
-    Experts,
-    Latent,
-    ModelArgs,
-    Rope,
-    Temperature,
-    dense_block,
-    plain_ends,
-)
+from converters.families.args import ModelArgs
+from converters.families.blocks import Block, Ends, Experts, Latent, Rope, Temperature, dense_block, plain_ends
 from trainer.models.attention import GroupedQueryAttention
 from trainer.models.feed_forward import FeedForward
 from trainer.models.latent_attention import LatentAttention

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from converters.common.box import Box, TensorInfo
-from converters.families.base import Parameter
+from converters.families.parameters import Parameter
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from trainer.models.initialization import Constant, Distribution

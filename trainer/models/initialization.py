@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import sqrt
 
-from converters.families.base import ModelArgs, Parameter, Role
+from converters.families.args import ModelArgs
+from converters.families.parameters import Parameter, Role
 
 _STD = 0.02
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import Latent, ModelArgs, Rope, Temperature
+from converters.families.args import ModelArgs
+from converters.families.blocks import Latent, Rope, Temperature
 from trainer.models.attention import CausalAttention
 from trainer.models.norms import make_norm
 from trainer.models.rope import PositionFeatures, position_features, rotate

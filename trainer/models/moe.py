@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from converters.families.base import Dense, Experts
+from converters.families.blocks import Dense, Experts
 from trainer.models.biased_experts import BiasedExperts
 from trainer.models.feed_forward import FeedForward
 from trainer.models.grouped_product import grouped_product

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.families.base import Norm
+from converters.families.blocks import Norm
 
 
 class OffsetNorm(nn.RMSNorm):

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.extensions import ExtensionError, check_attributes, check_call
-from converters.families.base import Family, GroupedQuery, ModelArgs, Parameter
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.blocks import GroupedQuery
+from converters.families.parameters import Parameter
 from converters.families.registry import get_family
 from trainer.models.initialization import Distribution, gpt_oss_distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan

@@ -12,18 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import (
-    DynamicRope,
-    GroupedQuery,
-    Latent,
-    LinearRope,
-    Rope,
-    RopeScaling,
-    Scaling,
-    Temperature,
-    YarnRope,
-    yarn_magnitude,
-)
+from converters.families.blocks import GroupedQuery, Latent, Rope, Temperature
+from converters.families.rope import DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, yarn_magnitude
 
 PositionFeatures = Sequence[Tensor]  # what layers need to know of positions, fp32: a tensor for each Rope, Temperature
 

@@ -8,7 +8,7 @@ in a reduce-scatter over the sequence, norms work on shards, attention and feed-
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from converters.families.base import Parameter, Role
+from converters.families.parameters import Parameter, Role
 
 
 class TensorStyle(Enum):

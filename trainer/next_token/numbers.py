@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from trainer.data.sample import DocumentRules
 from trainer.job.record import Job
 from trainer.loss.registry import is_loss_parallel, num_loss_chunks

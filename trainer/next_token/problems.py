@@ -1,6 +1,6 @@
 """What a job that predicts the next token cannot be: sequences, documents, data, losses. Torch-free."""
 
-from converters.families.base import DynamicRope
+from converters.families.rope import DynamicRope
 from converters.layout.mesh_shape import MeshShape
 from trainer.data.kinds import data_problems
 from trainer.job.record import Job, nearest_multiples

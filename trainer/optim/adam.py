@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
-from converters.families.base import is_block, unit_of
+from converters.families.parameters import is_block, unit_of
 from trainer.optim.clip import local_gradient
 from trainer.ranks.mesh import local_part
 

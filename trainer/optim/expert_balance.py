@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from converters.common.errors import UnsupportedError
-from converters.families.base import Role
+from converters.families.parameters import Role
 from converters.families.registry import get_family
 from trainer.train_model import TrainModel
 

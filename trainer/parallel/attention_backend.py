@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from trainer.models.attention import CausalAttention
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.document_attention import PerDocumentAttention

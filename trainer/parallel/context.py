@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.families.base import GroupedQuery
+from converters.families.blocks import GroupedQuery
 from trainer.models.attention import PLAIN, first_features, to_one_width
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.shards import gather_shards

@@ -1,6 +1,8 @@
 """Attention with masks (documents, windows, chunks, sinks): a config's settings, and what is refused. Torch-free."""
 
-from converters.families.base import Family, FlavorAttention, GroupedQuery, ModelArgs
+from converters.families.args import ModelArgs
+from converters.families.base import Family, FlavorAttention
+from converters.families.blocks import GroupedQuery
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Config
 from trainer.data.kinds import C4

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.families.base import Experts, Family, ModelArgs, Role
+from converters.families.args import ModelArgs
+from converters.families.base import Family
+from converters.families.blocks import Experts
+from converters.families.parameters import Role
 from converters.families.rules import Zeros
 from converters.layout.mesh_check import expert_mesh_problems
 from converters.layout.mesh_shape import MeshShape

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from converters.families.base import ModelArgs, Parameter
+from converters.families.args import ModelArgs
+from converters.families.parameters import Parameter
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Float8, Model, Training
 from trainer.loss.registry import CHUNKED

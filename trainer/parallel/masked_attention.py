@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import GroupedQuery
+from converters.families.blocks import GroupedQuery
 from trainer.models.attention import PLAIN
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.context import ContextParallelAttention, MaskedAttention

@@ -9,7 +9,7 @@ from math import ceil
 from typing import Any
 
 from converters.common.errors import ConfigError
-from converters.families.base import is_block
+from converters.families.parameters import is_block
 from converters.layout.stages import ranks_of_stages, split_stages
 from trainer.config.sections import Parallelism, Training
 

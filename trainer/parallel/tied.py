@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from converters.families.base import EMBEDDING, OUTPUT, ModelArgs
+from converters.families.args import ModelArgs
+from converters.families.parameters import EMBEDDING, OUTPUT
 from trainer.models.units import ModelPart
 from trainer.optim.clip import local_gradient
 from trainer.parallel.stages import StageSplit

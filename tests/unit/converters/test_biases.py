@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from converters.common.box import Box
 from converters.common.errors import UnsupportedError
-from converters.families.base import LinearRope
 from converters.families.registry import get_family
+from converters.families.rope import LinearRope
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.source.weights import open_native
 from tests.doors import convert

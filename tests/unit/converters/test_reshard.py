@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from converters.common.errors import CheckpointError, ConfigError
 from converters.engine.read import CatalogReader
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape

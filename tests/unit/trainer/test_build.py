@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.build
 from converters.common.errors import UnsupportedError
-from converters.families.base import Parameter, Role
+from converters.families.parameters import Parameter, Role
 from converters.families.registry import get_family
 from trainer.config.sections import (
     ActivationCheckpoint,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from converters.common.box import Box
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.quantize import QuantizedWeight
 from titan_tools.infer.model.reading import Joined

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import Latent
+from converters.families.blocks import Latent
 from trainer.models.rope import PositionFeatures, rotate
 
 

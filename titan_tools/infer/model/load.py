@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from converters.common.box import Box, TensorSource
 from converters.common.errors import UnsupportedError
-from converters.families.base import Block, Experts, GroupedQuery, Latent, Parameter, Role
+from converters.families.blocks import Block, Experts, GroupedQuery, Latent
+from converters.families.parameters import Parameter, Role
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.quantized.stored_blocks import BlocksSource

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from converters.families.base import GroupedQuery, Latent
+from converters.families.blocks import GroupedQuery, Latent
 
 MOST_MARKS = 2  # copies of a row's windows, from which it can be continued: see KVCache
 

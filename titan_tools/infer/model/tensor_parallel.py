@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from converters.common.box import Box
 from converters.common.errors import ConfigError
-from converters.families.base import ModelArgs, Parameter, Role
+from converters.families.args import ModelArgs
+from converters.families.parameters import Parameter, Role
 from converters.layout.layout import chunk_bounds
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.common.errors import CheckpointError, ConfigError, list_offenders
-from converters.families.base import args_to_json
+from converters.families.args import args_to_json
 from converters.store.json_file import read_json
 from converters.store.replace_file import replacing
 from titan_tools.infer.task import Work

@@ -7,9 +7,9 @@ import pytest
 from transformers import DeepseekV2Config, DeepseekV3Config
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.families.base import YarnRope
 from converters.families.model_numbers import check_args, check_blocks
 from converters.families.registry import get_family, read_hf_config
+from converters.families.rope import YarnRope
 from converters.model.hf_fields import read_untranslated
 from converters.model.model_info import ModelInfo, read_model_info, write_model_info
 

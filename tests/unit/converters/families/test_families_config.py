@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.families.base import RopeScaling, YarnRope
 from converters.families.model_numbers import check_args, check_blocks
 from converters.families.registry import get_family, read_hf_config, read_meta_params
+from converters.families.rope import RopeScaling, YarnRope
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
 
 FAMILIES = ("llama2", "llama3", "qwen3", "deepseek_v3")

@@ -7,8 +7,9 @@ import pytest
 from transformers import LlamaConfig
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.args import ModelArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.families.rope import RopeScaling
 from converters.model.model_info import read_model_info
 
 ODD = ModelArgs(

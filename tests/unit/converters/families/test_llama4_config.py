@@ -11,9 +11,9 @@ from transformers import Llama4Config, Llama4ForCausalLM, Llama4TextConfig
 from transformers.activations import ACT2FN
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
-from converters.families.base import RopeScaling
 from converters.families.llama4_config import TEXT
 from converters.families.registry import get_family, read_hf_config, read_meta_params
+from converters.families.rope import RopeScaling
 from converters.model.model_info import read_model_info
 from converters.model.multimodal import joined_config, split_config
 from converters.source.weights import open_native

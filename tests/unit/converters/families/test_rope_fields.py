@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from converters.families.base import LinearRope
 from converters.families.registry import get_family, read_hf_config
+from converters.families.rope import LinearRope
 from converters.model.model_info import read_model_info
 from tests.unit.converters.families.test_deepseek_config import PUBLISHED as DEEPSEEK
 

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from converters.common.box import Box, TensorInfo, row_blocks
 from converters.common.errors import ConfigError
 from converters.containers.dcp_write import plan_dcp
-from converters.families.base import Parameter, Role, unit_of
 from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.families.parameters import Parameter, Role, unit_of
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import all_families
 from converters.layout.layout import boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files, chunk_bounds, local_box

@@ -11,7 +11,7 @@ from converters.common.box import Box
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape

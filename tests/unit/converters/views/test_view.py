@@ -7,7 +7,7 @@ import pytest
 
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.llama import HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
 from converters.families.llama3 import LLAMA3
 from converters.model.model_info import ModelInfo

@@ -14,7 +14,8 @@ from torch import nn
 
 from converters.common.errors import ConfigError, UnsupportedError
 from converters.families import llama3
-from converters.families.base import Experts, ModelArgs, rope_of
+from converters.families.args import ModelArgs
+from converters.families.blocks import Experts, rope_of
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from converters.common.errors import CheckpointError, ConfigError
-from converters.families.base import DynamicRope
+from converters.families.rope import DynamicRope
 from trainer.config.sections import Config, Model, Training
 from trainer.data.prepare import prepare
 from trainer.job.chosen_model import chosen_model, refuse_other_model

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from converters.common.errors import ConfigError
-from converters.families.base import DynamicRope
 from converters.families.llama3 import FLAVORS
 from converters.families.registry import get_family
+from converters.families.rope import DynamicRope
 from converters.families.rules import Rule
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from converters.common.errors import UnsupportedError
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from trainer.batch import Inputs
 from trainer.config.sections import Compile, Training
 from trainer.data.batch import IGNORED

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import YarnRope
 from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters, softmax_scale
+from converters.families.rope import YarnRope
 from converters.source.weights import open_native
 from tests.models.deepseek import NUMBERS, native_logits
 from tests.models.deepseek import write as write_deepseek

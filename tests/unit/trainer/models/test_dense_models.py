@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from converters.families.base import ModelArgs, RopeScaling, rope_of
+from converters.families.args import ModelArgs
+from converters.families.blocks import rope_of
 from converters.families.qwen3 import Qwen3Args
+from converters.families.rope import RopeScaling
 from tests.models.names import interleaved, native_name
 from tests.models.of_args import model_of
 from trainer.models.decoder import Transformer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from converters.families.registry import get_family
 from trainer.models.biased_experts import BiasedExperts, clamped_swiglu
 from trainer.models.moe import MoE

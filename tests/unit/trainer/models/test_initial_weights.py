@@ -11,8 +11,8 @@ import pytest
 
 from converters.common.box import Box
 from converters.engine import copy
-from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters
+from converters.families.parameters import Parameter, Role
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
 from converters.layout.layout import local_box

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import Experts
+from converters.families.blocks import Experts
 from converters.families.qwen3 import Qwen3Args, block
 from tests.models.names import native_tensors
 from tests.models.of_args import model_of

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from converters.common.errors import CheckpointError
-from converters.families.base import args_to_json, rope_of
+from converters.families.args import args_to_json
+from converters.families.blocks import rope_of
 from converters.families.llama3 import LLAMA3
 from converters.families.model_numbers import check_args
 from converters.families.registry import get_family, read_hf_config

@@ -11,9 +11,10 @@ from torch._dynamo.utils import counters
 
 from converters.common.errors import UnsupportedError
 from converters.families import gpt_oss, llama4
-from converters.families.base import RopeScaling, Temperature, dense_block, rope_of
+from converters.families.blocks import Temperature, dense_block, rope_of
 from converters.families.llama3 import LLAMA3
 from converters.families.registry import get_family
+from converters.families.rope import RopeScaling
 from tests.models.names import native_tensors
 from tests.models.of_args import model_of
 from trainer.config.sections import Compile

@@ -16,7 +16,7 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from converters.common.errors import ConfigError
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Float8, Model, Parallelism, Training

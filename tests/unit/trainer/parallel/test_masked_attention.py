@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from converters.families.base import GroupedQuery
+from converters.families.blocks import GroupedQuery
 from trainer.models.attention import CausalAttention
 from trainer.parallel.attention_backend import WideAttention
 from trainer.parallel.context import ContextParallelAttention, head_tail_positions

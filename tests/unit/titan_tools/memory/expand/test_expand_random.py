@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from converters.families.base import ModelArgs
+from converters.families.args import ModelArgs
 from converters.families.registry import get_family
 from tests.state_bytes import state_bytes, traced_state_bytes
 from tests.unit.titan_tools.memory.expand.test_expand import assert_same
