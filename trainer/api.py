@@ -120,8 +120,10 @@ def register_section(name: str, record: type) -> None:
     _register_section(name, record)
 
 
-def register_model(name: str, family: TrainerFamily) -> None:
+def register_model(name: str, family: TrainerFamily | None = None) -> None:
     """Make a family trainable. `name` is that of the Family registered with `converters.api.register_family`.
+
+    None: the decoder that the Family's blocks describe.
 
     >>> def build_model(args):
     ...     from trainer.api import Transformer

@@ -198,8 +198,8 @@ def test_layers_that_differ_are_all_captured(monkeypatch, depths_captured):
     class Unequal(llama3_model.Transformer):
         """Every second layer leaves something behind."""
 
-        def __init__(self, args):
-            super().__init__(args)
+        def __init__(self, *args):
+            super().__init__(*args)
             for number, layer in self.layers.items():
                 if int(number) % 2:
                     layer.register_forward_hook(lambda module, inputs, output: output.exp().log())
