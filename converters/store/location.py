@@ -42,8 +42,8 @@ class Location:
         return self._with(self._parts.parent)
 
     def resolved(self) -> "Location":
-        """The path without links; a URI as it is."""
-        return self if self.scheme else Location(str(self.path.resolve()))
+        """The path without links; a URI without a slash at its end."""
+        return self._with(self._parts) if self.scheme else Location(str(self.path.resolve()))
 
     def is_inside(self, other: "Location") -> bool:
         """Whether this is `other` or below it, as far as the names say."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import shutil
 import sys
@@ -20,6 +21,8 @@ import trainer.train
 from converters.common.errors import TitanError
 from converters.diff import diff
 from converters.engine.read import CatalogReader
+from converters.store.location import Place
+from tests import pretend_store
 from tests.dist import slow_saver
 from trainer.build import build
 from trainer.checkpoints import background as checkpoint_async
@@ -324,7 +327,7 @@ def too_many_validation_steps(config: Config) -> str:
     return ""
 
 
-def first_losses(config: Config, paths: dict[str, Path]) -> dict[str, float]:
+def first_losses(config: Config, paths: dict[str, Place]) -> dict[str, float]:
     """Case: the loss of the first batch with the weights of each checkpoint, all of them loaded by one model."""
     state, checkpoints = _run_state(config, _ranks())
     batch = next(iter(state.loader))
@@ -337,6 +340,13 @@ def first_losses(config: Config, paths: dict[str, Path]) -> dict[str, float]:
         losses[name] = step.compute_gradients(batch).read().loss
         state.optimizer.zero_grad()
     return losses
+
+
+def first_losses_from_a_store(config: Config, places: dict[str, Place], root: Path) -> dict[str, float]:
+    """Case: `first_losses` of checkpoints in the pretend store of the folder `root`."""
+    os.environ[pretend_store.ROOT] = str(root)
+    pretend_store.register()
+    return first_losses(config, places)
 
 
 def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:

@@ -17,7 +17,9 @@ from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
 from tests.doors import convert
 from tests.fp8_folders import write_fp8
+from tests.pretend_store import ROOT
 from tests.tiny_infer import CPU, complete
+from tests.uploaded import upload
 from titan_tools.infer.model.load import load_model
 from trainer.job.inputs import check_run
 from trainer.job.job import resolve_job
@@ -82,6 +84,15 @@ def test_the_first_loss_is_that_of_native_weights(pools, data, formats, tmp_path
     losses = pools[num_ranks].run(runs.first_losses, config, formats)
     expected = losses[0]["native DCP"]
     assert expected > 8 and all(rank == dict.fromkeys(formats, expected) for rank in losses), losses
+
+
+def test_a_run_starts_from_weights_in_an_object_store(pools, data, formats, tmp_path, monkeypatch):
+    monkeypatch.setenv(ROOT, str(tmp_path / "objects"))
+    places = {name: upload(formats[name]) for name in ("safetensors", "native DCP")}
+    config = runs.make_config(data, tmp_path, **FSDP2)
+    (expected, _) = pools[2].run(runs.first_losses, config, {"": formats["native DCP"]})
+    losses = pools[2].run(runs.first_losses_from_a_store, config, places, tmp_path / "objects")
+    assert losses == [dict.fromkeys(places, expected[""])] * 2
 
 
 def test_a_run_starts_from_the_hf_folder_that_the_model_names(pools, data, formats, tmp_path):

@@ -9,6 +9,7 @@ from converters.common.extensions import ExtensionError
 from converters.store import base
 from converters.store.base import open_store, read_bytes, register_store
 from converters.store.location import Location, locate
+from converters.store.open_files import OpenFiles
 
 
 def test_reads_names_sizes_and_parts(tmp_path):
@@ -73,3 +74,14 @@ def test_a_scheme_is_opened_by_what_was_registered_for_it(tmp_path, monkeypatch)
     assert caught.value.hint == "known: paths, s3://"
     with pytest.raises(ExtensionError, match="the opener of gs://"):
         register_store("gs", lambda: None)
+
+
+def test_closing_leaves_what_another_reader_uses(tmp_path):
+    (tmp_path / "x").write_bytes(b"0123")
+    files = OpenFiles(tmp_path)
+    with files.use("x") as descriptor:
+        files.close()
+        assert os.pread(descriptor, 2, 1) == b"12"
+    files.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
