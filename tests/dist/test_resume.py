@@ -14,7 +14,6 @@ from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.store.digest import TensorDigest
 from converters.store.manifest import check_files, read_manifest
 from tests.dist import runs
-from tests.doors import convert
 from trainer.job.job import resolve_job
 from trainer.seed import seed
 
@@ -103,15 +102,6 @@ def test_another_layout_loads_the_same_bits_and_continues(pools, data, whole_run
     expected, seen = runs.read_losses(whole), runs.read_losses(tmp_path)
     assert set(seen) == {3, 4}
     assert all(abs(seen[step] - expected[step]) <= 5e-6 for step in seen)
-
-
-@pytest.mark.slow  # from text in test_data.py
-def test_another_number_of_ranks_continues_with_the_same_batches(pools, data, whole_runs, tmp_path):
-    whole = whole_runs("debug_gqa", "fsdp2")
-    runs.begin_from(tmp_path, whole, 2)
-    assert pools[1].run(runs.run, runs.make_config(data, tmp_path)) == [""]
-    expected, seen = runs.read_losses(whole), runs.read_losses(tmp_path)
-    assert all(abs(seen[step] - expected[step]) <= 5e-6 for step in (3, 4))
 
 
 def test_an_unset_global_batch_is_kept_on_another_number_of_ranks(pools, data, whole_runs, tmp_path):
@@ -221,28 +211,6 @@ def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_run
     assert pools[2].run(runs.run, config) == ["", ""]
     assert runs.read_losses(tmp_path) == runs.read_losses(whole)
     assert runs.differences(tmp_path / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
-
-
-@pytest.mark.slow  # every format in test_initial_load.py
-def test_initial_weights_may_lie_in_another_format(pools, data, whole_runs, tmp_path):
-    step = whole_runs("debug_gqa", "fsdp2") / "checkpoint" / "step-2"
-    convert(step, tmp_path / "hf", to="hf")
-    losses = []
-    for kind, path in (("dcp", step), ("hf", tmp_path / "hf")):
-        checkpoint = {"initial_load_path": str(path), "load_only": True}
-        config = runs.make_config(data, tmp_path / kind, steps=2, checkpoint=checkpoint, **TP2)
-        assert pools[2].run(runs.run, config) == ["", ""]
-        losses.append(runs.read_losses(tmp_path / kind))
-    assert losses[0] == losses[1] and losses[0][1] < runs.read_losses(step.parents[1])[1]
-
-
-@pytest.mark.slow  # in two layouts in test_parity.py
-def test_a_seed_checkpoint_begins_the_run_that_the_config_begins(pools, data, whole_runs, tmp_path):
-    seed(resolve_job(runs.make_config(data, tmp_path, parallelism={"tensor_parallel_degree": 2})), tmp_path / "seed")
-    checkpoint = {"initial_load_path": str(tmp_path / "seed")}
-    config = runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2)
-    assert pools[2].run(runs.run, config) == ["", ""]
-    assert runs.read_losses(tmp_path) == runs.read_losses(whole_runs("debug_gqa", "fsdp2"))
 
 
 def test_initial_weights_that_are_damaged_or_elsewhere_are_refused(pools, data, tmp_path):

@@ -224,13 +224,6 @@ def test_ctrl_c_without_checkpoints_says_what_is_lost(config, tmp_path):
     assert f"error: interrupted after step {steps[-1]}; nothing was saved, and steps 1 to {steps[-1]} are lost" in err
 
 
-@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/launch/test_agent.py
-def test_a_second_ctrl_c_ends_training_at_once(config, tmp_path):
-    code, steps, err, saved = _interrupted(config, tmp_path, presses=2)
-    assert (code, saved) == (130, 0)
-    assert err.endswith(f"error: interrupted\nhint: steps 1 to {steps[-1]} are lost\n")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("by_torchrun", [False, True])
 def test_ctrl_c_on_many_ranks(config, tmp_path, by_torchrun):
@@ -240,50 +233,6 @@ def test_ctrl_c_on_many_ranks(config, tmp_path, by_torchrun):
     code, steps, err, saved = _interrupted(config, tmp_path, program=program)
     assert (code, saved) == (1 if by_torchrun else 130, steps[-1])
     assert err.count(interrupt_answer(saves=True)) == 1 and f"interrupted after step {saved}, which is saved" in err
-
-
-FAULT = """
-import os, signal
-
-if os.environ.get("RANK") == "1":
-    from trainer.optim.adam import LocalAdam
-
-    whole, calls = LocalAdam.step, []
-
-    def step(*args, **keys):
-        calls.append(1)
-        if len(calls) == 3:
-            {fault}
-        return whole(*args, **keys)
-
-    LocalAdam.step = step
-"""
-
-
-@pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/launch/test_agent.py, forked ones in tests/faults
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("raise ZeroDivisionError('a slip')", "ZeroDivisionError: a slip"),  # of the user's own module
-        ("os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was ended by SIGKILL"),
-    ],
-)
-def test_the_rank_that_failed_is_reported_and_no_other(config, tmp_path, fault, message):
-    (tmp_path / "fault_of_one_rank.py").write_text(FAULT.format(fault=fault))
-    fault_module = ["--experimental.custom_import", tmp_path / "fault_of_one_rank.py"]
-    process = _start("train", config, "--job.dump_folder", tmp_path, *fault_module)
-    _wait_for(tmp_path / "checkpoint" / "step-2", process)
-    seen = time.monotonic()
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - seen < 29  # and not after the agent's or a collective's patience
-    assert message in err, err
-    talk = err.splitlines()
-    talk = talk[[line.startswith("saved") for line in talk].index(True) + 1 :]
-    is_slip = "slip" in fault
-    assert process.returncode == (2 if is_slip else 3)
-    assert talk[0] == ("rank 1:" if is_slip else message), err
-    assert err.count("Traceback") == is_slip and err.count("\nerror:") == 1 and "lost a peer" not in err
-    assert (tmp_path / "comm_traces" / "rank_0").is_file()  # what the other was doing
 
 
 @pytest.mark.parametrize(
@@ -300,13 +249,6 @@ def test_config_errors_are_reported_before_any_rank_starts(titan, config, argume
     code, out, err = titan("train", config, *arguments)
     assert (code, out) == (2, "")
     assert message in err and err.count("error:") == 1
-
-
-@pytest.mark.slow  # of smaller ranks in tests/unit/titan_tools/launch/test_agent.py
-def test_an_error_of_the_ranks_is_reported_once(config, tmp_path):
-    code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.dataset_path", tmp_path / "none")
-    assert code == 2 and "Traceback" not in err
-    assert err.count("error:") == 1 and str(tmp_path / "none") in err
 
 
 def test_a_seed_checkpoint_is_made_once(titan, config, tmp_path):
