@@ -1,4 +1,7 @@
-"""Changes of single fields of a family's config, and of pairs, drawn from the config class's own list of fields."""
+"""Changes of single fields of a family's config, and of pairs, drawn from the config class's own list of fields.
+
+Odd ones, of files that somebody edited: values of another type, settings of RoPE that lack something, missing keys.
+"""
 
 import random
 from collections.abc import Sequence
@@ -6,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -23,6 +27,58 @@ ROPES = [
     {"rope_type": "proportional", "factor": 2.0},
     {"rope_type": "default", "partial_rotary_factor": 0.5},
 ]
+# The same, where nothing says that they must be read
+_ODD_ROPES: list[Any] = [
+    {"rope_type": "linear", "factor": 3},
+    {"rope_type": "dynamic", "factor": 1.1},
+    *(_YARN | more for more in ({"beta_fast": 8.0, "beta_slow": 2}, {"attention_factor": 0.7}, {"truncate": False})),
+    *(_YARN | more for more in ({"mscale": 0.8, "mscale_all_dim": 1.3}, {"mscale": 0.8}, {"factor": None})),
+    *(_YARN | more for more in ({"truncate": None}, {"original_max_position_embeddings": None})),
+    _YARN | {"beta_fast": 0, "beta_slow": 0},
+    {"rope_type": "yarn", "factor": 4.0},
+    *({"rope_type": kind, "factor": 2.0} for kind in (*ROPE_INIT_FUNCTIONS, "axial", "su", None, 5)),
+    {"factor": 4.0},
+    {"type": "linear", "rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "linear"},
+    {"rope_type": "linear", "factor": "4.0"},
+    {key: value for key, value in _LLAMA3.items() if key != "original_max_position_embeddings"},
+    {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}},
+    {"rope_type": "linear", "factor": 4.0, "colour": "blue"},
+    {},
+    [1.0],
+]
+ABSENT = "<absent>"  # a file without the key
+_ODD_BY_TYPE: dict[type, list[Any]] = {
+    bool: [1, "true", None, ABSENT],
+    int: [None, "4", True, 8.0, ABSENT],
+    float: [1, None, "0.1", ABSENT],
+}
+_ODD: dict[str, list[Any]] = {
+    "architectures": [[], ["LlamaModel"], ["Qwen2ForCausalLM"], "LlamaForCausalLM", ABSENT],
+    "model_type": ["mistral", ABSENT],
+    "hidden_act": [None, "no_such"],
+    "layer_types": [["attention"] * 4, ["full_attention"] * 3, ["linear_attention"] * 4, "full_attention"],
+    "rope_theta": [None, "10000"],
+    "is_causal": [True, False],
+    "is_decoder": [True],
+    "add_cross_attention": [True],
+    "attention_chunk_size": [8],
+    "per_layer_config": [None, {"0": {"intermediate_size": 16}}],
+    "pruned_heads": [{}, {"0": [1]}],
+    "text_config": [{"vocab_size": 8}],
+    "torchscript": [True],
+    "attn_implementation": ["eager", "sdpa"],
+    "num_labels": [3],
+    "kv_sharing_modes": [["reuse"] * 2],
+    "scoring_func": ["sigmoid", "softmax"],
+    "moe_layer_freq": [1, 2],
+    "index_topk": [8],
+    "experts_per_token": [3, 2],
+    "initial_context_length": [16, 4096],
+    "swiglu_alpha": [1.702],
+    "num_nextn_predict_layers": [0, 1],
+}
 # Values of fields whose type does not say what could stand there
 VALUES: dict[str, list[Any]] = {
     "architectures": [None],
@@ -123,7 +179,7 @@ class Accepts:
 
     fields: frozenset[str] = frozenset()
     not_fields: frozenset[str] = frozenset()
-    ropes: tuple[str, ...] = ("default", "linear", "dynamic", "llama3")
+    ropes: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     windows: bool = False  # in layers of layer_types
 
 
@@ -142,7 +198,6 @@ _LATENT = Accepts(
 _GPT_OSS = Accepts(
     frozenset({"num_local_experts", "swiglu_limit"}),
     frozenset({"attention_bias"}),
-    ropes=("default", "linear", "dynamic", "llama3", "yarn"),
     windows=True,
 )
 _LLAMA4 = Accepts(
@@ -168,6 +223,7 @@ class Mutation:
     """Values of one or two fields."""
 
     values: dict[str, Any]
+    is_odd: bool = False
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
@@ -177,7 +233,7 @@ class Mutation:
         if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings", "num_experts"}:
             return False
         accepts = OF_FAMILY.get(family, Accepts())
-        return all(_is_accepted(name, value, accepts) for name, value in self.values.items())
+        return not self.is_odd and all(_is_accepted(name, value, accepts) for name, value in self.values.items())
 
     @property
     def names(self) -> set[str]:
@@ -208,6 +264,21 @@ def single_mutations(config_class: type[PreTrainedConfig]) -> list[Mutation]:
         values = VALUES[field.name] if field.name in VALUES else _values_like(field.name, field.default)
         drawn += [Mutation({field.name: value}) for value in values]
     return [*drawn, *(Mutation({name: value}) for name, values in OTHER_KEYS.items() for value in values)]
+
+
+def odd_mutations(config_class: type[PreTrainedConfig]) -> list[Mutation]:
+    """Values of another type, or none at all, for every field; settings of RoPE under each of their keys."""
+    odd = [(name, value) for name, values in _ODD.items() for value in values]
+    for field in fields(config_class):
+        odd += [(field.name, value) for value in _ODD_BY_TYPE.get(type(field.default), ())]
+    drawn = [Mutation({name: value}, is_odd=True) for name, value in odd]
+    default = {"rope_theta": 3e3, "rope_type": "default"}
+    for rope in _ODD_ROPES:
+        inside = rope | {"rope_theta": 3e3} if isinstance(rope, dict) else rope
+        settings = ({"rope_scaling": rope, "rope_theta": 5e3}, {"rope_parameters": default, "rope_scaling": rope})
+        settings += ({"rope_parameters": inside}, {"rope_scaling": inside})
+        drawn += [Mutation(values, is_odd=True) for values in settings]
+    return drawn
 
 
 def _values_like(name: str, default: Any) -> list[Any]:

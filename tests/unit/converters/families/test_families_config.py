@@ -1,15 +1,29 @@
 """config.json ⇄ numbers ⇄ params.json for every family, whatever the numbers; transformers reads what is written."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from converters.common.errors import CheckpointError, UnsupportedError
+from converters.families.deepseek_config import DEEPSEEK_V2_FIELDS, DEEPSEEK_V3_FIELDS
+from converters.families.gpt_oss_config import GPT_OSS_FIELDS
+from converters.families.hf_config import LLAMA_FIELDS
+from converters.families.llama4_config import LLAMA4_FIELDS
 from converters.families.model_numbers import check_args, check_blocks
+from converters.families.qwen3 import QWEN3_FIELDS, QWEN3_MOE_FIELDS
 from converters.families.registry import get_family, read_hf_config, read_meta_params
 from converters.families.rope import RopeScaling, YarnRope
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
@@ -375,3 +389,23 @@ def test_what_we_write_of_a_qwen3_has_no_window():
     theirs = Qwen3Config(**get_family("qwen3").hf_config(get_family("qwen3").flavors["4B"]))
     assert set(theirs.layer_types) == {"full_attention"} and theirs.sliding_window is None
     assert theirs.tie_word_embeddings and theirs.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("config_class", "listed"),
+    [
+        (LlamaConfig, LLAMA_FIELDS),
+        (Qwen3Config, QWEN3_FIELDS),
+        (Qwen3MoeConfig, QWEN3_MOE_FIELDS),
+        (DeepseekV3Config, DEEPSEEK_V3_FIELDS),
+        (DeepseekV2Config, DEEPSEEK_V2_FIELDS),
+        (GptOssConfig, GPT_OSS_FIELDS),
+        (Llama4TextConfig, LLAMA4_FIELDS),
+    ],
+)
+def test_every_field_of_the_class_is_classified(config_class, listed):
+    """Two classes read more without listing them: Qwen3MoeConfig num_experts' name in files, and both head_dim."""
+    unlisted = {Qwen3MoeConfig: {"num_local_experts", "head_dim"}, DeepseekV3Config: {"head_dim"}}.get(
+        config_class, set()
+    )
+    assert {f.name for f in fields(config_class)} == listed.keys() - unlisted
