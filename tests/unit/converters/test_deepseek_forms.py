@@ -1,15 +1,8 @@
 """DeepSeek in every format, layout and naming: values, moments, errors, and headers of the 671B."""
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from math import prod
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,29 +10,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from converters.common.box import Box, TensorInfo
+from converters.common.box import Box
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.diff import diff
 from converters.engine.read import CatalogReader
 from converters.families.registry import get_family
-from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.layout.layout import boxes_for_mesh, local_box
 from converters.layout.mesh_check import check_mesh
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.naming.foreign_view import foreign_view
-from converters.quantized.quantization import Fp8Scheme
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
-from tests.big_shapes import deepseek_v3, write_sparse_hf
 from tests.doors import convert, reshard
-from tests.fp8_folders import CONFIG, is_quantized
 from tests.models.deepseek import write as write_deepseek
 from tests.models.names import native_arrays
-from tests.unit.converters.families.test_deepseek_config import PUBLISHED, V3
 
-ROOT = Path(__file__).parents[3]
 FAMILY = get_family("deepseek_v3")
 
 
@@ -185,112 +171,6 @@ def test_swapped_gate_and_up_are_named(source, tmp_path):
         f"layers.1.moe.shared_experts.{w}.weight" for w in ("w1", "w3")
     }
     assert "in experts 3" in found["layers.1.moe.experts.w1"]
-
-
-# Headers of the largest
-
-
-@pytest.fixture(scope="module")
-def big(tmp_path_factory) -> Path:
-    """DeepSeek V3 in bfloat16 as the hub has it, with its layer for multi-token prediction: 46,183 tensors."""
-    found = {n: i for n, i in deepseek_v3().items() if not n.endswith("_scale_inv")}
-    tensors = {n: TensorInfo("bfloat16" if i.dtype != "float32" else "float32", i.shape) for n, i in found.items()}
-    at, last, dim = "model.layers.61.", "model.layers.60.", 7168
-    tensors |= {at + n.removeprefix(last): info for n, info in tensors.items() if n.startswith(last)}
-    tensors |= {f"{at}{n}.weight": TensorInfo("bfloat16", (dim,)) for n in ("enorm", "hnorm", "shared_head.norm")}
-    tensors[f"{at}eh_proj.weight"] = TensorInfo("bfloat16", (dim, 2 * dim))
-    for name in ("embed_tokens", "shared_head.head"):
-        tensors[f"{at}{name}.weight"] = tensors["lm_head.weight"]
-    folder = tmp_path_factory.mktemp("big")
-    config = {key: value for key, value in V3.items() if key != "auto_map"}
-    write_sparse_hf(folder / "hf", tensors, shard_bytes=5 * 10**9, config=config)
-    return folder / "hf"
-
-
-MEASURED = """
-import atexit, pathlib, sys
-atexit.register(lambda: print(pathlib.Path("/proc/self/status").read_text(), file=sys.stderr))
-from titan_tools.cli import main
-main()
-"""
-
-
-@pytest.mark.parametrize(
-    ("to", "options"),
-    [
-        ("dcp", ["--for-mesh", "dp_shard=64,ep=8"]),
-        pytest.param("dcp", ["--mtp", "keep"], marks=pytest.mark.slow),
-        pytest.param("hf", [], marks=pytest.mark.slow),
-        pytest.param("hf", ["--fused-experts"], marks=pytest.mark.slow),
-    ],
-)
-def test_671b_is_planned_within_5_seconds_and_400_mib(big, to, options, tmp_path):
-    layer = 0 if "keep" in options else 13_463_441_152  # values of the layer for multi-token prediction
-    planned = planned_within_5_seconds_and_400_mib(big, tmp_path / "out", to, options)
-    assert planned["num_bytes"] > 2 * (684_489_845_504 - layer - 2 * 129280 * 7168) - (1 << 20)
-
-
-def planned_within_5_seconds_and_400_mib(source: Path, out: Path, to: str, options: list) -> dict:
-    """The report of a dry run; the limits are of CPU time and of the whole process's peak."""
-    command = ["convert", "auto", source, out, "--to", to, *options, "--dry-run", "--json"]
-    before = os.times()
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *map(str, command)], cwd=ROOT, capture_output=True, text=True
-    )
-    after = os.times()
-    assert done.returncode == 0, done.stderr
-    secs = after.children_user + after.children_system - before.children_user - before.children_system
-    (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
-    assert int(peak) * 1024 < 400 << 20 and secs < 5, (peak, secs)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_671b_in_fp8_with_all_scales(tmp_path):
-    """91,991 tensors, and another 91,991 with --scales-from."""
-    tensors, at, last, dim = deepseek_v3(), "model.layers.61.", "model.layers.60.", 7168
-    tensors |= {at + n.removeprefix(last): info for n, info in tensors.items() if n.startswith(last)}
-    tensors |= {f"{at}{n}.weight": TensorInfo("bfloat16", (dim,)) for n in ("enorm", "hnorm", "shared_head.norm")}
-    tensors[f"{at}eh_proj.weight"] = TensorInfo("bfloat16", (dim, 2 * dim))
-    for name in ("embed_tokens", "shared_head.head"):
-        tensors[f"{at}{name}.weight"] = tensors["lm_head.weight"]
-    assert len(tensors) == 91_991
-    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    config = {key: value for key, value in V3.items() if key != "auto_map"} | {"quantization_config": scheme}
-    hf, out, again = tmp_path / "hf", tmp_path / "out", ["--quantize", "fp8", "--mtp", "keep"]
-    write_sparse_hf(hf, tensors, shard_bytes=5 * 10**9, config=config)
-    planned = planned_within_5_seconds_and_400_mib(hf, out, "dcp", ["--mtp", "keep"])
-    assert planned["num_bytes"] > 2 * (684_489_845_504 - 2 * 129280 * 7168) - (1 << 20)
-    for options in (again, [*again, "--scales-from", hf]):
-        planned = planned_within_5_seconds_and_400_mib(hf, out, "hf", options)
-        assert planned["num_tensors"] == 91_991
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flavor", ["Kimi-K2", "Moonlight-16B-A3B"])
-def test_kimi_k2_and_moonlight_are_planned_from_their_headers(flavor, tmp_path):
-    """Kimi K2 in fp8, as it is published: 139,583 tensors."""
-    config, num_trained = PUBLISHED[flavor]
-    native = {
-        p.fqn: TensorInfo("bfloat16" if p.is_trained else "float32", p.shape)
-        for p in FAMILY.parameters(FAMILY.flavors[flavor])
-    }
-    view = foreign_view(
-        SimpleNamespace(tensors=native), ModelInfo(FAMILY.name, FAMILY.flavors[flavor]), FAMILY.namings["hf"]
-    )
-    tensors = dict(view.tensors)
-    if flavor == "Kimi-K2":
-        for name in (n for n in view.tensors if is_quantized(n) and "correction" not in n):
-            tensors[name], tensors[f"{name}_scale_inv"] = Fp8Scheme().stored(tensors[name].shape)
-        config = config | {"quantization_config": CONFIG}
-        assert len(tensors) == 139_583
-    write_sparse_hf(tmp_path / "hf", tensors, shard_bytes=5 * 10**9, config=config)
-    report = convert(
-        tmp_path / "hf", tmp_path / "out", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=8)), dry_run=True
-    )
-    biases = sum(prod(info.shape) for fqn, info in native.items() if fqn.endswith("expert_bias"))
-    assert report.dtypes == {"bfloat16": 2 * num_trained, "float32": 4 * biases}
-    assert not report.dropped and not report.missing and not report.extra
 
 
 def test_a_checkpoint_without_offsets_or_with_some(source, tmp_path):
