@@ -22,7 +22,7 @@ KEYS = {
     "checkpoint": {"interval": 1, "keep_latest_k": 2},
 }
 ALL_KEPT = KEYS | {"checkpoint": {"interval": 1, "keep_latest_k": 0}}
-OFTEN = {("half of the data", 1), ("manifest, no rename", 0), ("in the purge", 0)}
+OFTEN = {("half of the data", 1), ("manifest, no rename", 0)}
 CASES = [
     pytest.param(phase, victim, marks=() if (phase, victim) in OFTEN else pytest.mark.slow)
     for phase in PHASES

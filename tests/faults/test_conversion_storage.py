@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -81,30 +79,6 @@ def test_c18_a_disk_that_fills_up_under_resume_keeps_what_is_written(sources, tm
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").glob("*.distcp")} == {
         p.name: p.read_bytes() for p in (sources / "dcp").glob("*.distcp")
     }
-
-
-ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=400k none "$1" || exit 77
-"$2" -P -m titan_tools convert hf-to-dcp "$3" "$1/out"
-echo "code $?"
-ls -A "$1"
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs takes root; the same faults are made without it above")
-def test_c18_on_a_real_small_disk(sources, tmp_path):
-    """In a mount namespace of its own, so that the mount goes with the process."""
-    (tmp_path / "disk").mkdir()
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", ON_A_SMALL_DISK, "sh", str(tmp_path / "disk"), sys.executable, sources / "hf"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    if "unshare failed" in done.stderr or done.returncode == 77:
-        pytest.skip("no mount namespaces here")
-    assert "free on that disk" in done.stderr
-    assert done.stdout == "code 2\n"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -207,7 +207,7 @@ CASES = {  # source, arguments of convert
     [
         ("dcp", "new"),
         ("hf", "exchange"),
-        ("dcp", "aside"),
+        pytest.param("dcp", "aside", marks=pytest.mark.slow),
         pytest.param("hf", "new", marks=pytest.mark.slow),
         pytest.param("deepseek to dcp", "new", marks=pytest.mark.slow),
         pytest.param("deepseek to fp8", "new", marks=pytest.mark.slow),

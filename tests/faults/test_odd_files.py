@@ -15,9 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from converters.source.open import open_checkpoint
-from tests.faults.conftest import DATA, INDEX, Q
-from tests.unit.converters.samples import raw, read_all
+from tests.faults.conftest import INDEX, Q
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -69,33 +67,6 @@ def entries_of(file) -> list[tuple[str, bytes]]:
         return [(name, archive.read(name)) for name in archive.namelist()]
 
 
-@pytest.mark.parametrize("kind", ["meta", "torch"])
-@pytest.mark.parametrize("trick", ["deflated", "path", "absolute", "twice", "two directories", "in front", "overlap"])
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_c12_zips_that_are_no_plain_archives(copy_of, refused, kind, trick):
-    source = copy_of(kind)
-    (file,) = source.glob(DATA[kind])
-    entries, data = entries_of(file), file.read_bytes()
-    if trick == "deflated":
-        data = stored(entries, zipfile.ZIP_DEFLATED)
-    elif trick in ("path", "absolute"):
-        data = stored([*entries, ("../x" if trick == "path" else "/etc/x", b"x")])
-    elif trick == "twice":
-        data = stored([*entries, entries[0]])
-    elif trick == "two directories":
-        data = data + stored(entries)
-    elif trick == "in front":
-        data = b"x" * 64 + data
-    else:  # two entries of the directory on the same bytes
-        data = bytearray(stored(entries))
-        end = data.rindex(b"PK\x05\x06")
-        start = struct.unpack_from("<I", data, end + 16)[0]
-        second = data.index(b"PK\x01\x02", start + 4)
-        data[second + 42 : second + 46] = data[start + 42 : start + 46]
-    file.write_bytes(data)
-    refused(source, str(file))
-
-
 @pytest.mark.parametrize(
     ("bomb", "message"),
     [
@@ -139,53 +110,6 @@ def header(content, data=b"\0" * 8) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def entry(**changes) -> dict:
-    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
-
-
-HEADERS = {
-    "cut": (header(entry(), b"\0" * 7), "bytes, but the header describes"),
-    "trailing": (header(entry(), b"\0" * 9), "bytes, but the header describes"),
-    "length beyond the end": (struct.pack("<Q", 1 << 40) + b"{}", "a header of 1,099,511,627,776 bytes"),
-    "length 2**63": (struct.pack("<Q", 1 << 63) + b"{}", "a header of"),
-    "length 0": (struct.pack("<Q", 0) + b"{}", "neither safetensors nor a torch file|not a JSON object"),
-    "no JSON": (header(b"{nonsense"), "is not JSON"),
-    "not UTF-8": (header(b'{"\xff": 1}'), "it is not UTF-8"),
-    "a list": (header(b"[]"), "neither safetensors|not a JSON object"),
-    "deep": (header(b'{"a":' * 100_000), "nested too deeply"),
-    "twice": (header(b'{"w": {}, "w": {}}'), "repeated keys"),
-    "hole": (header(entry(data_offsets=[4, 12]), b"\0" * 12), "a hole in front of w"),
-    "overlap": (header({"a": entry()["w"], "b": entry()["w"]}), "an overlap in front of b"),
-    "shape": (header(entry(shape=[3])), "8 bytes for shape [3]"),
-    "negative": (header(entry(shape=[-1, -2])), "shape [-1, -2]"),
-    "overflow": (header(entry(shape=[1 << 40, 1 << 40])), "8 bytes for shape"),
-    "offsets swapped": (header(entry(data_offsets=[8, 0])), "-8 bytes"),
-    "three offsets": (header(entry(data_offsets=[0, 4, 8])), "damaged safetensors header"),
-    "fraction": (header(entry(shape=[2.0])), "shape [2.0]"),
-    "no dtype": (header({"w": {"shape": [2], "data_offsets": [0, 8]}}), "w: not a dtype"),
-    "no object": (header({"w": 5}), "w: not a dtype"),
-    "unknown dtype": (header(entry(dtype="F4")), "element types that are not covered"),
-    "empty": (b"", "is empty"),
-    "short": (b"\x08\0\0", "neither safetensors|too few for safetensors"),
-    "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
-    "web page": (b"<!DOCTYPE html><html><body>Sign in</body></html>", "a web page, not weights"),
-    "gzip": (b"\x1f\x8b\x08" + bytes(20), "gunzip"),
-    "legacy pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "legacy torch file"),
-}
-
-
-@pytest.mark.parametrize("kind", HEADERS)
-def test_c14_files_that_are_no_safetensors(copy_of, refused, titan, kind):
-    content, message = HEADERS[kind]
-    source = copy_of("hf_single")
-    (source / "model.safetensors").write_bytes(content)
-    for place in (source, source / "model.safetensors"):
-        err = refused(place)
-        assert any(part in err for part in message.split("|")) and "model.safetensors" in err, err
-    code, out, err = titan("verify", source)
-    assert code == (2 if kind in ("unknown dtype", "legacy pickle") else 1)  # 2: whole perhaps, but not covered
-
-
 @pytest.mark.parametrize("name", [INDEX, "config.json"])
 @pytest.mark.parametrize(
     "content",
@@ -213,19 +137,6 @@ def test_c15_a_byte_order_mark_is_no_fault(copy_of, titan, tmp_path, name):
     assert titan("convert", "auto", source, tmp_path / "out", "--to", "dcp")[0] == 0
 
 
-AWKWARD = {
-    "transposed": torch.randn(6, 8).t(),
-    "with_gaps": torch.randn(9, 8)[::2, 1:5],
-    "scalar": torch.tensor(2.5),
-    "empty": torch.zeros(0, 3),
-    "flags": torch.tensor([True, False]),
-    "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
-    "complex": torch.randn(3, dtype=torch.complex64),
-    "wide": torch.tensor([2**63 - 1]),
-    "unsigned": torch.tensor([2**16 - 1], dtype=torch.uint16),
-}
-
-
 @pytest.fixture
 def training(sources, tmp_path):
     """A stock training checkpoint: the weights, and what the caller keeps in `train_state`."""
@@ -237,20 +148,6 @@ def training(sources, tmp_path):
         return tmp_path / "step-5"
 
     return save
-
-
-def test_c23_awkward_tensors_come_through(titan, tmp_path, training):
-    source = training(AWKWARD)
-    torch.save(AWKWARD, tmp_path / "x.pt")
-    found = read_all(open_checkpoint(source))
-    expected = {name: raw(tensor) for name, tensor in AWKWARD.items()}
-    assert {n.removeprefix("train_state."): v for n, v in found.items() if "train_state" in n} == expected
-    assert read_all(open_checkpoint(tmp_path / "x.pt")) == expected
-    for place in (source, tmp_path / "x.pt"):
-        assert titan("inspect", place)[0] == titan("verify", place)[0] == titan("diff", place, place)[0] == 0
-    assert titan("reshard", source, tmp_path / "out", "--for-mesh", "dp_shard=2,tp=2")[0] == 0
-    assert titan("verify", tmp_path / "out")[0] == titan("diff", source, tmp_path / "out")[0] == 0
-    assert read_all(open_checkpoint(tmp_path / "out")) == found
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 `folders.tar.xz` holds a conversion's complete outputs, one that was killed, training runs that were killed (after a
 save, after an asynchronous save, during one) and a batch of inference that was killed. Folders written before a change
-must stay readable after it, so the archive is made once. `python -m tests.recording.folders` wrote it; a later format
-gets an archive of its own beside this one.
+must stay readable after it, so the archive is made once; a later format gets one of its own beside it. The code that
+killed runs and wrote the archive is in the history of this file.
 """
 
 import fcntl
@@ -11,20 +11,16 @@ import json
 import os
 import platform
 import shutil
-import signal
 import sys
 import tarfile
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tests.recording.running import file_digests, record_command, start_again_in_environment, titan
+from tests.recording.running import file_digests, record_command, titan
 from tests.recording.sources import LLAMA, text, write_hf
 
 ARCHIVE = Path(__file__).resolve().parent / "recorded" / "folders.tar.xz"
@@ -88,7 +84,6 @@ BATCHES = {  # results → options
     ),
     "scored.jsonl": ("--score",),
 }
-NUM_RESULTS = 3  # lines that were written when a batch was killed
 
 
 def train(dump: str, *options: str) -> tuple[str, ...]:
@@ -99,7 +94,7 @@ def infer(out: str, options: tuple[str, ...]) -> tuple[str, ...]:
     return ("infer", "out-hf", "--batch", "prompts.jsonl", "--out", out, *options)
 
 
-def in_fork(*arguments: str, inject: Callable[[], None] = lambda: None) -> int:
+def in_fork(*arguments: str) -> int:
     """The exit code of a command line in a process of its own, the only rank where it trains; negative for a signal."""
     sys.stdout.flush()
     child = os.fork()
@@ -110,7 +105,6 @@ def in_fork(*arguments: str, inject: Callable[[], None] = lambda: None) -> int:
                 _add_flavor()
                 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
                 os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-            inject()
             code, _, err = titan(*arguments)
             if code:
                 print(err, file=sys.stderr, flush=True)
@@ -149,99 +143,13 @@ def _fixed_place() -> Iterator[None]:
         shutil.rmtree(FIXED)
 
 
-# What the archive is made by
-
-
-def _kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_at_write(number: int, start: Callable[[bytes], bool]) -> Callable[[], None]:
-    """To inject: SIGKILL after the write of that number among those whose bytes `start` accepts."""
-
-    def inject() -> None:
-        write, num_seen = os.write, 0
-
-        def counting(descriptor: int, data: bytes) -> int:
-            nonlocal num_seen
-            written = write(descriptor, data)
-            num_seen += start(bytes(data[:40]))
-            if num_seen == number:
-                _kill_self()
-            return written
-
-        os.write = counting
-
-    return inject
-
-
-def _kill_when(is_time: Callable[[], bool], *, secs_per_fsync: float = 0.0) -> Callable[[], None]:
-    """To inject: SIGKILL as soon as `is_time()`, on a disk that is so slow."""
-
-    def inject() -> None:
-        fsync = os.fsync
-
-        def wait() -> None:
-            while not is_time():
-                time.sleep(0.0005)
-            _kill_self()
-
-        def slow(descriptor: int) -> None:
-            time.sleep(secs_per_fsync)
-            fsync(descriptor)
-
-        os.fsync = slow
-        threading.Thread(target=wait, daemon=True).start()
-
-    return inject
-
-
 def _saved(dump: str) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in Path(dump, "checkpoint").glob("step-*"))
-
-
-def _half_saved(dump: str) -> bool:
-    """Whether a save is under way, and one was finished before."""
-    return bool(_saved(dump)) and any(p.stat().st_size for p in Path(dump, "checkpoint").glob(".tmp-*/*.distcp"))
 
 
 def _num_steps(dump: str) -> int:
     path = Path(dump, "metrics.jsonl")
     return path.read_text().count('"loss"') if path.exists() else 0
-
-
-def make_archive() -> None:
-    import torch.distributed  # once, for all forks  # noqa: F401
-
-    with tempfile.TemporaryDirectory(prefix="titan-recording-") as folder, chdir(folder), _fixed_place():
-        _write_inputs(Path())
-        done = in_fork("data", "prepare", "text.txt", "--out", "data", "--vocab-size", "290", "--held-out", "0.1")
-        assert done == 0
-        for to in ("hf", "dcp"):
-            assert in_fork("convert", "auto", str(FIXED / "source"), f"out-{to}", "--to", to) == 0
-        assert in_fork(*CONVERT, inject=_kill_at_write(9, lambda data: b'{"unit"' in data)) == -signal.SIGKILL
-        kills = {
-            "stopped": _kill_when(lambda: _saved("stopped")[-1:] >= [4] and _num_steps("stopped") % 2 == 1),
-            "async": _kill_when(
-                lambda: (
-                    _saved("async")[-1:] >= [4] and _num_steps("async") >= 5 and not any(Path("async").glob("*/.tmp-*"))
-                )
-            ),
-            "interrupted": _kill_when(lambda: _half_saved("interrupted"), secs_per_fsync=0.2),
-        }
-        for dump, options in RUNS.items():
-            assert in_fork(*train(dump, *options), inject=kills[dump]) == -signal.SIGKILL
-            print(dump, sorted(os.listdir(f"{dump}/checkpoint")), _num_steps(dump))
-            for step in _saved(dump)[:-2]:
-                shutil.rmtree(f"{dump}/checkpoint/step-{step}")
-        for out, options in BATCHES.items():
-            kill = _kill_at_write(NUM_RESULTS, lambda data: data.startswith(b'{"id"'))
-            assert in_fork(*infer(out, options), inject=kill) == -signal.SIGKILL
-        with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
-            for name in sorted(os.listdir()):
-                if name not in ("run.toml", "text.txt", "prompts.jsonl"):
-                    archive.add(name)
-    print(f"{ARCHIVE}: {ARCHIVE.stat().st_size:,} bytes")
 
 
 # What becomes of them
@@ -351,8 +259,3 @@ def _record_batches() -> dict[str, Any]:
                 "bits": sha256(Path(path).read_bytes()).hexdigest(),
             }
     return found
-
-
-if __name__ == "__main__":
-    start_again_in_environment("tests.recording.folders")
-    make_archive()

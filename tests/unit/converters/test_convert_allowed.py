@@ -252,3 +252,13 @@ def test_files_that_are_longer_than_asked_are_reported(tmp_path):
     assert remark.startswith("--shard-size: longer") and longest.name in remark
     fitting = OutputOptions(shard_bytes=50_000_000)
     assert convert(tmp_path / "hf", tmp_path / "fits", to="hf", options=fitting).remarks == ()
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("bfloat16", 1e-3, 2**-8), ("float16", 1e-4, 1.0)])
+def test_what_rounding_did_is_reported(hf, tmp_path, dtype, least, most):
+    """Checked against torch's own cast; fp16 makes zeros of small values, which is a change of 1."""
+    report = convert(hf, tmp_path / "out", to="hf", dtype=dtype)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    old, new = (load_file(folder / "model.safetensors")[name].double() for folder in (hf, tmp_path / "out"))
+    expected = ((new - old).abs() / old.abs())[old != 0].max().item()
+    assert report.relative_error[name] == pytest.approx(expected, rel=1e-6) and least < expected <= most

@@ -53,22 +53,6 @@ def test_reshard_takes_its_options(titan, tmp_path):
     assert code == 2 and "unknown section: weights" in err
 
 
-def test_there_and_back(titan, tmp_path):
-    code, out, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--for-mesh", "dp_shard=2,tp=2")
-    assert (code, err) == (0, "")
-    assert "wrote     21 tensors" in out and "tokenizer.json" in out
-    code, out, _ = titan("reshard", tmp_path / "dcp", tmp_path / "pp", "--for-mesh", "pp=2")
-    assert code == 0 and "sharded for mesh pp=2" in out
-    code, out, _ = titan("convert", "dcp-to-hf", tmp_path / "pp", tmp_path / "hf", "--shard-size", "30KB")
-    assert code == 0 and "(hf)" in out
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    for one in ("dcp", "pp", "hf"):
-        code, out, _ = titan("verify", tmp_path / one)
-        assert code == 0 and "all checks passed" in out
-        code, out, _ = titan("diff", "hf", tmp_path / one)
-        assert code == 0 and out.startswith("equal; 21 tensors")
-
-
 def test_every_result_is_one_json_object(titan, tmp_path):
     for arguments, key in (
         (("convert", "hf-to-dcp", "hf", tmp_path / "dcp"), "dropped"),
@@ -162,18 +146,6 @@ def test_failed_checks_exit_with_1(titan, tmp_path):
     code, out, _ = titan("verify", tmp_path / "dcp", "--json")
     assert code == 1 and json.loads(out)["ok"] is False
     assert titan("verify", tmp_path / "dcp", "--quick")[0] == 0
-
-
-def test_to_meta_and_back(titan, tmp_path):
-    titan("convert", "hf-to-dcp", "plain", tmp_path / "dcp")
-    code, out, err = titan("convert", "dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
-    assert (code, err) == (0, "")
-    assert "(meta)" in out and "in 1 file" in out and "params.json" in out
-    assert titan("convert", "auto", "plain", tmp_path / "at_once", "--to", "meta", "--json")[0] == 0
-    assert titan("convert", "meta-to-dcp", tmp_path / "meta", tmp_path / "back")[0] == 0
-    for one in ("meta", "at_once", "back"):
-        assert titan("verify", tmp_path / one)[0] == 0
-        assert titan("diff", "plain", tmp_path / one)[1].startswith("equal; 21 tensors")
 
 
 def test_inspect_prints_a_table(titan):

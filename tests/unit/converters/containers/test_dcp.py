@@ -1,6 +1,7 @@
 """DCP both ways: stock dcp.load opens what we write, we open what stock dcp.save writes, whatever the cut."""
 
 import io
+import os
 import pickle
 import random
 import time
@@ -220,6 +221,14 @@ def test_bad_metadata_is_reported(tmp_path, kind):
     rewrite(folder, change)
     with pytest.raises((CheckpointError, UnsupportedError), match=f"(?s){message}"):
         read_all(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("part", [0.9, 0.0])
+def test_a_data_file_that_ends_early_is_named(tmp_path, part):
+    (file,) = save_dcp(tmp_path / "dcp", state_dict()).glob("*.distcp")
+    os.truncate(file, int(file.stat().st_size * part))
+    with pytest.raises(CheckpointError, match=file.name):
+        open_checkpoint(tmp_path / "dcp")
 
 
 def test_two_boxes_that_share_an_item_keep_their_places(tmp_path):

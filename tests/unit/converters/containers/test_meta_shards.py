@@ -29,7 +29,6 @@ from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.llama import write_meta
-from tests.unit.converters import evil
 from tests.unit.converters.samples import load_dcp
 
 # ColumnParallelLinear, VocabParallelEmbedding (Llama 3), ParallelEmbedding (Llama 1 and 2), RowParallelLinear
@@ -542,20 +541,6 @@ def test_truncated_shards_are_all_reported(four, tmp_path):
 def test_an_empty_shard(four, tmp_path):
     shard(four, 2).write_bytes(b"")
     refused(four, tmp_path, "consolidated.02.pth: is empty")
-
-
-@pytest.mark.parametrize("kind", sorted(evil.pickles(None)))
-def test_a_malicious_second_shard_is_refused_and_not_run(four, tmp_path, kind):
-    canary = tmp_path / "canary"
-    shard(four, 1).write_bytes(evil.torch_zip(evil.pickles(canary)[kind]))
-    refused(four, tmp_path, "consolidated.01.pth")
-    assert not canary.exists()
-
-
-def test_a_bare_pickle_as_second_shard_is_refused_and_not_run(four, tmp_path):
-    shard(four, 1).write_bytes(evil.pickles(tmp_path / "canary")["reduce"])
-    refused(four, tmp_path, "consolidated.01.pth: a legacy torch file")
-    assert not (tmp_path / "canary").exists()
 
 
 def test_params_json_that_is_wrong_is_reported_with_its_place(four, tmp_path):

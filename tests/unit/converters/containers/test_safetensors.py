@@ -138,42 +138,52 @@ def test_files_that_are_missing_by_the_names_of_the_others_are_listed(tmp_path, 
     assert caught.value.message.count("\n") == len(missing)
 
 
-def file_of(header: object, data: bytes = b"\0" * 8) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+def header(content, data=b"\0" * 8) -> bytes:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
-def one(**changes) -> dict:
+def entry(**changes) -> dict:
     return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
 
 
-BROKEN = {
-    "truncated": file_of(one(), b"\0" * 7),
-    "trailing": file_of(one(), b"\0" * 9),
-    "header beyond the end": struct.pack("<Q", 1 << 40) + b"{}",
-    "huge header": struct.pack("<Q", 1 << 63) + b"{}",
-    "no json": file_of(b"{nonsense"),
-    "not utf-8": file_of(b'{"\xff": 1}'),
-    "a list": file_of(b"[]      "),
-    "deep": file_of(b"[" * 100_000),
-    "duplicate key": file_of(b'{"w": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}, "w": {}}'),
-    "hole": file_of(one(data_offsets=[4, 12]), b"\0" * 12),
-    "overlap": file_of({"a": one()["w"], "b": one()["w"]}),
-    "shape": file_of(one(shape=[3])),
-    "negative shape": file_of(one(shape=[-1, -2])),
-    "overflow": file_of(one(shape=[1 << 40, 1 << 40])),
-    "negative offset": file_of(one(data_offsets=[-8, 0])),
-    "fraction": file_of(one(shape=[2.0])),
-    "no dtype": file_of({"w": {"shape": [2], "data_offsets": [0, 8]}}),
-    "unknown dtype": file_of(one(dtype="F4")),
-    "short": b"\x08\0\0",
+HEADERS = {
+    "cut": (header(entry(), b"\0" * 7), "bytes, but the header describes"),
+    "trailing": (header(entry(), b"\0" * 9), "bytes, but the header describes"),
+    "length beyond the end": (struct.pack("<Q", 1 << 40) + b"{}", "a header of 1,099,511,627,776 bytes"),
+    "length 2**63": (struct.pack("<Q", 1 << 63) + b"{}", "a header of"),
+    "length 0": (struct.pack("<Q", 0) + b"{}", "neither safetensors nor a torch file|not a JSON object"),
+    "no JSON": (header(b"{nonsense"), "is not JSON"),
+    "not UTF-8": (header(b'{"\xff": 1}'), "it is not UTF-8"),
+    "a list": (header(b"[]"), "neither safetensors|not a JSON object"),
+    "deep": (header(b'{"a":' * 100_000), "nested too deeply"),
+    "twice": (header(b'{"w": {}, "w": {}}'), "repeated keys"),
+    "hole": (header(entry(data_offsets=[4, 12]), b"\0" * 12), "a hole in front of w"),
+    "overlap": (header({"a": entry()["w"], "b": entry()["w"]}), "an overlap in front of b"),
+    "shape": (header(entry(shape=[3])), "8 bytes for shape [3]"),
+    "negative": (header(entry(shape=[-1, -2])), "shape [-1, -2]"),
+    "overflow": (header(entry(shape=[1 << 40, 1 << 40])), "8 bytes for shape"),
+    "offsets swapped": (header(entry(data_offsets=[8, 0])), "-8 bytes"),
+    "three offsets": (header(entry(data_offsets=[0, 4, 8])), "damaged safetensors header"),
+    "fraction": (header(entry(shape=[2.0])), "shape [2.0]"),
+    "no dtype": (header({"w": {"shape": [2], "data_offsets": [0, 8]}}), "w: not a dtype"),
+    "no object": (header({"w": 5}), "w: not a dtype"),
+    "unknown dtype": (header(entry(dtype="F4")), "element types that are not covered"),
+    "empty": (b"", "is empty"),
+    "short": (b"\x08\0\0", "neither safetensors|too few for safetensors"),
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git lfs pull"),
+    "web page": (b"<!DOCTYPE html><html><body>Sign in</body></html>", "a web page, not weights"),
+    "gzip": (b"\x1f\x8b\x08" + bytes(20), "gunzip"),
+    "legacy pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "legacy torch file"),
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("kind", HEADERS)
 def test_broken_files_are_refused_with_their_name(tmp_path, kind):
+    content, message = HEADERS[kind]
     path = tmp_path / "model.safetensors"
-    path.write_bytes(BROKEN[kind])
+    path.write_bytes(content)
     for place in (path, tmp_path):
-        with pytest.raises(TitanError, match="model.safetensors"):
+        with pytest.raises(TitanError, match="model.safetensors") as caught:
             open_checkpoint(place)
+        assert any(part in caught.value.message + caught.value.hint for part in message.split("|"))
