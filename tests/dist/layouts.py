@@ -50,7 +50,6 @@ CASES = [
     # pairs of axes; TP in a pipeline is InterleavedZeroBubble's below, FSDP in one is what always reshards
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), GQA),
     (Layout("fsdp 2 tp 2", 4, {TP: 2}), TIED),
-    (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
     (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
     # each schedule; 1F1B is every other pipeline's
     (_pipe("GPipe, microbatches of 4", **{SCHEDULE: "GPipe", MICROBATCH: 4}), GQA),
@@ -61,16 +60,17 @@ CASES = [
     (Layout("full recomputation", 2, sections={"activation_checkpoint": FULL}), TIED),
     # when FSDP frees what it has gathered
     (_pipe("fsdp 2 pp 2, always resharded", 4, fsdp_reshard_after_forward="always"), GQA),
-    # compiled
-    (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank
     (_pipe("pp 2"), QWEN_TIED),
-    (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
     # biases: a sharded product's is added once
-    (Layout("fsdp 2 tp 2", 4, {TP: 2}), BIASED),
+    (Layout("tp 2", 2, {TP: 2}), BIASED),
 ]
-# More ranks, or one more of a kind that CASES has
+# More ranks, or one more of a kind that CASES has; compiled layers: test_compile.py
 SLOW_CASES = [
+    (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
+    (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
+    (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}), BIASED),
     (FSDP_TP_PP, TIED),  # the preset debug trains in it
     (Layout("accumulation 4", 2, training={"local_batch_size": 1}), TIED),
     (_pipe("replicas 2 pp 2", 4, **{REPLICAS: 2}), TIED),

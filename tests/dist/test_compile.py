@@ -42,8 +42,6 @@ def compiled(name: str, world_size: int = 1, parallelism: dict | None = None, **
 
 CASES = [
     (compiled("tp 2, operations kept", 2, {TP: 2}, activation_checkpoint=OP), QWEN_GQA),
-]
-SLOW_CASES = [
     (compiled("pp 2", 2, {PP: 2, MICROBATCH: 2}), TIED),
     (compiled("cp 2, operations kept", 2, {CP: 2}, activation_checkpoint=OP), GQA),
     (compiled("one rank"), GQA),
@@ -77,9 +75,10 @@ def on_one_rank(pools):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flavor"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    CASES,
     ids=lambda value: value.name if isinstance(value, Layout) else value,
 )
 def test_losses_equal_one_eager_rank(pools, on_one_rank, layout, flavor):

@@ -166,8 +166,8 @@ def num_tensors(found, args):
         (degrees(fsdp=4), "default", 6 + 5),
         (degrees(fsdp=4), "always", 6 + 6),
         # embedding and two layers; freed, two forwards gather them and the first of the backwards
-        (degrees(fsdp=2, pp=2), "never", 3),
-        (degrees(fsdp=2, pp=2), "default", 3),
+        pytest.param(degrees(fsdp=2, pp=2), "never", 3, marks=pytest.mark.slow),
+        pytest.param(degrees(fsdp=2, pp=2), "default", 3, marks=pytest.mark.slow),
         (degrees(fsdp=2, pp=2), "always", 3 * 3),
     ],
 )

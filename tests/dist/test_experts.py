@@ -62,7 +62,7 @@ from trainer.parallel import expert_shards
 from trainer.parallel.context import head_tail_positions
 from trainer.ranks.mesh import local_part
 
-STEPS, FEW_STEPS = 20, 5
+STEPS, FEW_STEPS = 20, 3
 V3, V2, V2_LITE, EIGHT = (f"{LATENTS}/{name}" for name in ("debug_v3", "debug_v2", "debug_v2_lite", "eight_layers"))
 MOONLIGHT, KIMI = f"{LATENTS}/debug_moonlight", f"{LATENTS}/debug_kimi"
 MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
@@ -383,14 +383,14 @@ def assert_trains_as_one_rank(one: dict, ranks: list[dict], flavor: str) -> None
 
 @pytest.mark.parametrize("case", CASES, ids=names)
 def test_a_layout_routes_and_trains_as_one_rank(trained, case):
-    (layout, flavor), steps = case, STEPS if case is CASES[0] else FEW_STEPS
-    one, ranks = trained(ONE_RANK, flavor, STEPS if flavor == MIXED else steps)[0], trained(layout, flavor, steps)
+    layout, flavor = case
+    one, ranks = trained(ONE_RANK, flavor, FEW_STEPS)[0], trained(layout, flavor, FEW_STEPS)
     assert_gradients_are_those_of_one_rank(one, ranks)
     assert_trains_as_one_rank(one, ranks, flavor)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[1:] + SLOW_CASES, ids=names)
+@pytest.mark.parametrize("case", CASES + SLOW_CASES, ids=names)
 def test_a_layout_routes_and_trains_as_one_rank_over_many_steps(trained, case):
     layout, flavor = case
     one, ranks = trained(ONE_RANK, flavor)[0], trained(layout, flavor)
@@ -423,10 +423,11 @@ def train_with_nested_experts(layout: Layout, flavor: str) -> dict:
         expert_shards.SHARDS_WITH_LAYER = kept
 
 
-@pytest.mark.parametrize("flavor", [MIXED, OF_TWO, OF_TWO_BIASED])
+@pytest.mark.parametrize(
+    "flavor", [MIXED, *(pytest.param(flavor, marks=pytest.mark.slow) for flavor in (OF_TWO, OF_TWO_BIASED))]
+)
 def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, flavor):
-    steps = STEPS if flavor in (MIXED, OF_TWO) else FEW_STEPS
-    one, ranks = trained(ONE_RANK, flavor, steps)[0], pools[4].run(train_with_nested_experts, EP2_EFSDP2, flavor)
+    one, ranks = trained(ONE_RANK, flavor, FEW_STEPS)[0], pools[4].run(train_with_nested_experts, EP2_EFSDP2, flavor)
     assert all(rank["experts in FSDP modules"] > 0 for rank in ranks)
     assert_gradients_are_those_of_one_rank(one, ranks)
     assert_trains_as_one_rank(one, ranks, flavor)
@@ -454,7 +455,7 @@ def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, 
 )
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
-    (one,) = trained(ONE_RANK, flavor)
+    (one,) = trained(ONE_RANK, flavor, FEW_STEPS)
     train_unseen = partial(train_and_look, sees_routes=False)
     for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, train_unseen, layout, flavor, 3):
         assert (graphs, breaks) == (2 * num_graphs, 0)
@@ -578,12 +579,11 @@ def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, 
         assert losses["dcp"] == losses["hf"]  # a run can start from either
 
     shutil.copytree(whole / "checkpoint" / "step-2", tmp_path / "foreign", ignore=shutil.ignore_patterns("titan_*"))
-    for steps, model_only in ((1, True), (3, False)):
-        start = {"initial_load_path": str(tmp_path / "foreign"), "initial_load_model_only": model_only}
-        dump, same = tmp_path / f"{steps} steps", {"parallelism": {EP: 2}, "training": {"local_batch_size": 1}}
-        config = runs.make_config(data, dump, steps=steps, model=model, checkpoint=start, **same)
-        (error, talk), _ = pools[2].run(runs.run_and_hear, config)
-        assert error == "" and "if torchtitan v0.2.2 trained it, the model computed otherwise" in talk
+    start = {"initial_load_path": str(tmp_path / "foreign"), "initial_load_model_only": False}
+    same = {"parallelism": {EP: 2}, "training": {"local_batch_size": 1}}
+    config = runs.make_config(data, tmp_path / "next", steps=3, model=model, checkpoint=start, **same)
+    (error, talk), _ = pools[2].run(runs.run_and_hear, config)
+    assert error == "" and "if torchtitan v0.2.2 trained it, the model computed otherwise" in talk
 
 
 @pytest.mark.slow

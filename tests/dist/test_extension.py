@@ -262,7 +262,7 @@ register_family(
 """
 
 
-@pytest.fixture(scope="module", params=["SCALE", "scale=SCALE"])
+@pytest.fixture(scope="module", params=[pytest.param("SCALE", marks=pytest.mark.slow), "scale=SCALE"])
 def scaled(request, tmp_path_factory):
     """A module whose attention has a scale, and whose layers pass everything by position."""
     module = tmp_path_factory.mktemp("scaled") / f"scaled_by_{'name' if '=' in request.param else 'position'}.py"

@@ -26,7 +26,7 @@ def logits_of(folder, tp, how, packs):
 
 
 # Two key/value heads: four ranks hold copies. 97 tokens and 58 features are cut unevenly
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", BIASED)
 def test_ranks_say_what_transformers_says(pools, tmp_path, name, tp):
     theirs = write_biased(tmp_path, name, intermediate_size=58)

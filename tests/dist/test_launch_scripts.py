@@ -79,6 +79,7 @@ def test_bash_reads_it(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_run_train_gives_titans_exit_code_and_knows_torchtitans_dry_run(run):
     assert run(RUN_TRAIN, "--training.stepz", "3").returncode == 2
     assert run(RUN_TRAIN, COMM_MODE="local_tensor").returncode == 2

@@ -35,7 +35,7 @@ LAYOUTS = {
     "bf16 moments": Layout("", 1, {}, BF16, {"optimizer": {"state_dtype": "bfloat16"}}),
 }
 OFTEN = {"debug_gqa": {"bf16 weights"}}
-NUM_STEPS = 20
+NUM_STEPS = 5
 
 
 def train_and_look(layout: Layout, flavor: str, with_fsdp: bool) -> dict:

@@ -43,7 +43,14 @@ def dtypes(layout: Layout) -> dict[str, set[torch.dtype]]:
     return seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+DTYPES_IN_SLOW_SET = {"cp 2", "hsdp 2 × 2", "offloaded"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.name in DTYPES_IN_SLOW_SET)) for each in LAYOUTS],
+    ids=lambda layout: layout.name,
+)
 def test_what_is_bf16_and_what_is_not(pools, layout):
     for seen in pools[layout.world_size].run(dtypes, layout):
         assert seen["hidden"] == {torch.bfloat16}

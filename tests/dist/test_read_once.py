@@ -125,9 +125,9 @@ def saved(pools, tmp_path_factory):
 @pytest.mark.parametrize(
     ("saved_in", "layout"),
     [
-        (FSDP2, FSDP2),
         (FSDP2_TP2, FSDP2_TP2),
         (FSDP2, FSDP4),  # half of each item
+        pytest.param(FSDP2, FSDP2, marks=pytest.mark.slow),
         pytest.param(FSDP4, FSDP2, marks=pytest.mark.slow),
         pytest.param(HSDP, HSDP, marks=pytest.mark.slow),
         pytest.param(PP2_TP2, PP2_TP2, marks=pytest.mark.slow),
@@ -145,7 +145,7 @@ def test_a_resume_reads_what_the_rank_holds(pools, saved, saved_in, layout):
     assert sum(rank.read for rank in twice) > 1.45 * held  # so that the count counts; replicas are verified once
 
 
-@pytest.mark.parametrize("layout", [FSDP2_TP2, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=lambda one: one.name)
+@pytest.mark.parametrize("layout", [FSDP2, pytest.param(FSDP2_TP2, marks=pytest.mark.slow)], ids=lambda one: one.name)
 @pytest.mark.parametrize(
     "available", [pytest.param(1 << 40, id="one read"), pytest.param(0, id="two reads", marks=pytest.mark.slow)]
 )

@@ -48,7 +48,14 @@ def differences(layout: Layout, flavor: str, folder: Path) -> tuple[list[str], s
     return differing, set(model.state_dict())
 
 
-@pytest.mark.parametrize(("layout", "flavor"), CASES, ids=lambda value: getattr(value, "name", value))
+QUICK = ("fsdp 2 tp 2, bf16", "tp 2 pp 2", "fsdp 4 ep 2")
+
+
+@pytest.mark.parametrize(
+    ("layout", "flavor"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0].name not in QUICK)) for case in CASES],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_the_trainer_begins_with_what_the_seed_holds(layout, flavor, pools, tmp_path, monkeypatch):
     monkeypatch.setattr(initial_weights, "BLOCK_ELEMENTS", SMALL_BLOCKS)
     config = replace(layout.config(flavor), debug=Debug(seed=SEED))

@@ -129,6 +129,7 @@ def test_ranks_read_the_experts_that_they_hold(pools, tmp_path):
         assert read <= 1.3 * held, f"{read:,} bytes read for {held:,}"
 
 
+@pytest.mark.slow
 def test_one_file_is_read_by_every_rank_whole(one_file, pools):
     """What the cut saves, and that the count counts."""
     layout, _ = LAYOUTS[0]

@@ -176,7 +176,9 @@ def go_on(source: Source, config, folder: Path) -> dict[str, float]:
     return {"loaded": loaded, "moved": moved, "apart": differences()}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize(
+    "source", [pytest.param(s, marks=[pytest.mark.slow] * (s not in SOURCES[::4])) for s in SOURCES], ids=str
+)
 def test_the_trainer_continues_as_torch_does(source, data, pools, tmp_path):
     config = runs.make_config(
         data,

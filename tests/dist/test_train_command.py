@@ -217,6 +217,7 @@ def test_ctrl_c_saves_at_the_end_of_the_step(config, tmp_path):
     assert err.endswith(f"error: interrupted after step {saved}, which is saved\ntry: the same command, to resume\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_without_checkpoints_says_what_is_lost(config, tmp_path):
     code, steps, err, saved = _interrupted(config, tmp_path, *ONE_RANK, "--checkpoint.no_enable")
     assert (code, saved) == (130, 0)

@@ -14,6 +14,7 @@ from tests.dist import runs
 from tests.doors import reshard
 
 pytest.importorskip("wandb")
+pytestmark = pytest.mark.slow  # in one process: tests/unit/trainer/observability/test_wandb_sink.py
 RUN_ID = "train_state.wandb_run_id"
 
 

@@ -28,9 +28,9 @@ CASES = [
     (Layout("cp 2", 2, {CP: 2}), SCOUT),
     (Layout("tp 2, operations kept", 2, {TP: 2}, sections={"activation_checkpoint": OP}), WINDOW),
     (Layout("pp 2", 2, PIPE), SCOUT),
-    (Layout("tp 2 pp 2", 4, PIPE | {TP: 2}), MAVERICK),
 ]
 SLOW_CASES = [
+    (Layout("tp 2 pp 2", 4, PIPE | {TP: 2}), MAVERICK),
     (Layout("tp 2 pp 2 cp 2", 8, PIPE | {TP: 2, CP: 2}), MAVERICK),
     (Layout("compiled, cp 2", 2, {CP: 2}, sections={"compile": AOT_EAGER}), WINDOW),
     (Layout("cp 4", 4, {CP: 4}), WINDOW),

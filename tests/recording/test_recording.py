@@ -15,7 +15,7 @@ from tests.recording.record import changes
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("section", ["options", "commands", "folders"])
+@pytest.mark.parametrize("section", ["options", "commands", pytest.param("folders", marks=pytest.mark.slow)])
 def test_behaviour_is_the_recorded_one(section):
     """In a process of its own: its processor settings must be there before torch is loaded."""
     command = [sys.executable, "-m", "tests.recording.record", section]

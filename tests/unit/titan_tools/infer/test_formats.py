@@ -59,16 +59,12 @@ def source(request, tmp_path_factory):
     return folder, prompt, said.tokens
 
 
-def every_pair():
-    """Every model in every form. Most are slow tests: one model goes through all of them, and the others some."""
-    for model in MODELS:
-        for name, form in FORMS.items():
-            if model.startswith("llama") or not form.llama_only:
-                quick = model == "llama, tied" or name in ("hf", "dcp for a mesh")
-                yield pytest.param(model, name, marks=() if quick else pytest.mark.slow)
+# Every model in every form: test_parity.py, in the slow set
+PAIRS = [("llama, tied", form) for form in FORMS]
+PAIRS += [(model, form) for model in MODELS if model != "llama, tied" for form in ("hf", "dcp for a mesh")]
 
 
-@pytest.mark.parametrize(("source", "form"), list(every_pair()), indirect=["source"])
+@pytest.mark.parametrize(("source", "form"), PAIRS, indirect=["source"])
 def test_greedy_tokens_are_those_of_transformers(titan, source, form, tmp_path):
     hf, prompt, expected = source
     place = FORMS[form].write(hf, tmp_path)

@@ -152,7 +152,7 @@ def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
 
 
-@pytest.mark.parametrize("kind", ["ZeroDivisionError", "SystemExit"])
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", pytest.param("SystemExit", marks=pytest.mark.slow)])
 def test_an_error_in_a_module_of_the_user_s_is_named_by_its_line(run, capfd, tmp_path, kind):
     (tmp_path / "of_the_user.py").write_text(f"def fail():\n    raise {kind}('oops')\n")
     body = """

@@ -81,9 +81,10 @@ def test_a_norm_without_its_weight_shows(norm):
     assert difference > 100 * own_error
 
 
+@pytest.mark.parametrize("length", [1024, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["llama3, grouped", "qwen3, grouped"])
-def test_a_whole_long_sequence_is_like_transformers(name):
-    difference, own_error = errors(*pair(name), 0, 4096)
+def test_a_whole_long_sequence_is_like_transformers(name, length):
+    difference, own_error = errors(*pair(name), 0, length)
     assert difference <= 3 * own_error
 
 

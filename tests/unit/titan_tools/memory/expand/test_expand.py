@@ -97,9 +97,7 @@ CASES = {
 QUICK = (
     "FSDP, every 2nd layer",
     "TP",
-    "accumulation, plain loss",
     "tied",
-    "DDP",
     "PP, last rank",
 )
 INTERLEAVED = {

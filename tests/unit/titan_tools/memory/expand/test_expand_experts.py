@@ -50,10 +50,10 @@ def every(step: int, layers: int) -> tuple[int, ...]:
 
 # ranks, numbers, settings
 QUICK = {
-    "experts and dense layers in turn, op": (2, {"num_layers": 9, "sparse_step": 2}, OP),
     "experts after dense layers": (2, {"num_layers": 8, "dense_layers": (0, 1)}, ()),
 }
 SLOW = {
+    "experts and dense layers in turn, op": (2, {"num_layers": 9, "sparse_step": 2}, OP),
     "a dense layer between experts, every 3rd recomputed": (2, {"num_layers": 16, "dense_layers": (3,)}, EVERY_3RD),
     "compiled, after dense layers": (2, {"num_layers": 8, "dense_layers": (0, 1)}, ("--compile.enable", *OP)),
     "experts": (2, {"num_layers": 7}, ()),

@@ -70,7 +70,8 @@ def _both(layout: Layout):
     return held_by_trace(capture(Job.of(config, args, dims), rank=0, kernels=Kernels())), real
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_backends_that_run_operations_one_by_one_ask_for_the_same_in_a_trace(backend):
     fake, real = _both(_layout("", 2, backend=backend, **OPERATIONS))
     assert fake == real
@@ -226,8 +227,9 @@ def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(m
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SHARDS_WITH_LAYER, reason="this torch does not compile layers with expert parallelism")
-@pytest.mark.parametrize("degrees", [{}, pytest.param(TP, marks=pytest.mark.slow)], ids=["ep", "ep, tp"])
+@pytest.mark.parametrize("degrees", [{}, TP], ids=["ep", "ep, tp"])
 def test_ranks_of_a_pipeline_share_a_compiled_layer_with_experts(degrees):
     """The group of a rank's experts has another name in each stage of the pipeline."""
     pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B", "expert_parallel_degree": 2}

@@ -49,17 +49,17 @@ INTERLEAVED = PIPE | {SCHEDULE: "Interleaved1F1B"}
 CASES = [
     (Layout("FSDP 3, uneven", 3), TIED, 2),
     (Layout("DDP 2, accumulated", 2, {REPLICAS: 2}, ACCUMULATED), TIED, 0),
-    (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
     (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
-    (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
-    (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
-    (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
     (Layout("documents, FSDP 2, bf16, operations kept", 2, {}, BF16 | OFFSETS, OP), GQA, 0),
     (Layout("latents, groups of experts, EP 2 x TP 2, bf16, operations kept", 4, EP | {TP: 2}, BF16, OP), V3, 0),
     (Layout("sinks and biased experts, EP 2 x TP 2, slices, bf16, operations kept", 4, SLICED, BF16, OP), WINDOW, 0),
     (Layout("chunks and scaled inputs, FSDP 2 x CP 2, bf16, operations kept", 4, {CP: 2}, BF16, OP), SCOUT, 1),
 ]
 MORE_CASES = [
+    (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
+    (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
+    (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
+    (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
     (Layout("one rank"), GQA, 0),
     (Layout("HSDP 2 x 2", 4, {REPLICAS: 2}), GQA, 0),
     (Layout("FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, {}, _kept("full")), TIED, 3),
@@ -161,7 +161,7 @@ def test_trace_is_what_a_real_step_asks_for(layout, flavor, rank):
     _compare(layout, flavor, rank)
 
 
-@pytest.mark.parametrize("imbalance", [1, 2])
+@pytest.mark.parametrize("imbalance", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trace_has_as_many_rows_of_experts_as_a_real_step_that_receives_so_many(imbalance):
     layout = Layout(f"EP 2, {imbalance} times the rows", 2, EP)
     trace, made_from = captured(layout, EXPERTS, 0, imbalance=imbalance)
