@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+
+from tests.fp8_folders import read_folder
 
 NUMBERS = {
     "vocab_size": 97,
@@ -53,10 +55,6 @@ def write(folder: Path, *, dtype: str = "bfloat16", **numbers):
     model = make(**numbers)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
-
-
-def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

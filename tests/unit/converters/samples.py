@@ -1,7 +1,9 @@
 """Small checkpoints of every kind, made by torch and safetensors themselves, and what is in them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
@@ -15,6 +17,18 @@ from converters.store.folder_output import FolderOutput
 from converters.store.manifest import TensorSum
 from converters.store.output import write_file, write_manifest
 from converters.views.catalog import Catalog
+
+
+class Arrays:
+    """A TensorSource over arrays in memory, which notes the boxes that are read."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray] | None = None, /, **more: np.ndarray):
+        self.arrays, self.read_boxes = {**(arrays or {}), **more}, []
+        self.tensors = {name: TensorInfo(array.dtype.name, array.shape) for name, array in self.arrays.items()}
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        self.read_boxes.append((fqn, box))
+        return self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
 
 
 def state_dict(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -47,6 +61,16 @@ def raw(tensor: torch.Tensor) -> bytes:
     """The values, row-major."""
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)  # clone: fresh strides
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same names, types, shapes and bits."""
+
+    def content(tensor: torch.Tensor) -> tuple:
+        return tensor.dtype, tensor.shape, raw(tensor)
+
+    assert tensors.keys() == expected.keys()
+    assert [name for name, tensor in tensors.items() if content(tensor) != content(expected[name])] == []
 
 
 def save_dcp(folder: Path, state: dict, *, threads: int = 1) -> Path:

@@ -24,6 +24,7 @@ from converters.store.manifest import read_manifest
 from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.names import interleaved, native_name
+from tests.unit.converters.samples import assert_same
 
 HEADS, KV_HEADS = 4, 2
 
@@ -63,13 +64,6 @@ def load_stock(folder, like):
     loaded = {name: torch.full_like(value, torch.nan) for name, value in like.items()}
     dcp.load(loaded, checkpoint_id=str(folder), no_dist=True)
     return loaded
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    assert [
-        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ] == []
 
 
 def files_in(folder):

@@ -13,6 +13,7 @@ from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
+from tests.unit.converters.samples import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +36,6 @@ def native_state(folders):
     state = {name: torch.full(tuple(entry.size), torch.nan) for name, entry in names.items()}
     dcp.load(state, checkpoint_id=str(folders / "dcp"), no_dist=True)
     return state
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[n], other[n]) and one[n].dtype == other[n].dtype for n in one)
 
 
 @pytest.mark.parametrize("mmap", [False, True])

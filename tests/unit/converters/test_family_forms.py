@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from converters.common.errors import UnsupportedError
@@ -17,9 +16,10 @@ from converters.source.weights import open_native
 from converters.verify import verify
 from tests.checkpoint_forms import write_byte_ranks
 from tests.doors import convert
+from tests.fp8_folders import read_folder
 from tests.models import deepseek, dense, gpt_oss, llama4, qwen3_moe
 from tests.models.names import interleaved, native_arrays
-from tests.unit.converters.samples import load_dcp
+from tests.unit.converters.samples import assert_same, load_dcp
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 BIASES = {"attention_bias": True, "mlp_bias": True}
@@ -105,16 +105,6 @@ def source(request, tmp_path_factory):
     return request.param, model, root
 
 
-def stored(folder):
-    """Every tensor of an HF folder."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-def assert_equal(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    assert [n for n, t in tensors.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
-
-
 def expected_of(name, model):
     """Native arrays of a model of transformers: rows of Llama's q and k are pairs; a tied output is not there."""
     arrays = native_arrays(model)
@@ -159,7 +149,7 @@ def test_there_and_back(source, form, tmp_path):
     model_from = root / "hf" if out == "out.pt" else None
     assert diff(tmp_path / out, root / "dcp").equal
     convert(tmp_path / out, tmp_path / "hf", to="hf", model_from=model_from)
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "hf"), read_folder(root / "hf"))
 
 
 LIKE_OTHERS = {"llama3", "llama2 biases of attention", "llama3 tied, biases of MLPs", "qwen3", "qwen3 I != H"}
@@ -180,7 +170,7 @@ def test_through_every_form_in_turn(source, tmp_path):
             convert(place, tmp_path / str(number), to=to, options=options)
             place = tmp_path / str(number)
     convert(place, tmp_path / "hf", to="hf")
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "hf"), read_folder(root / "hf"))
     first, last = (read_model_info(folder / "hf") for folder in (root, tmp_path))
     assert (last.args, last.untranslated) == (first.args, first.untranslated)
     tokens = torch.arange(40)[None] * 7 % 97

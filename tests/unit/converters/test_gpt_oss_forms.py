@@ -23,9 +23,10 @@ from converters.source.weights import open_native
 from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.doors import convert
-from tests.models.gpt_oss import CONFIG, dequantize, quantize, read_folder, save, write_mxfp4
+from tests.fp8_folders import read_folder
+from tests.models.gpt_oss import CONFIG, dequantize, quantize, save, write_mxfp4
 from tests.models.gpt_oss import write as write_gpt_oss
-from tests.unit.converters.samples import load_dcp
+from tests.unit.converters.samples import assert_same, load_dcp
 from trainer.config.sections import Checkpoint
 from trainer.job.chosen_model import refuse_other_form
 
@@ -54,17 +55,6 @@ def values_of(mx):
     for name in (name.removesuffix("_blocks") for name in held if name.endswith("_blocks")):
         values[name] = dequantize(held[f"{name}_blocks"], held[f"{name}_scales"]).mT.contiguous()
     return values
-
-
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    different = [
-        name
-        for name, tensor in ours.items()
-        if (tensor.dtype, tensor.shape) != (theirs[name].dtype, theirs[name].shape)
-        or not torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8))
-    ]
-    assert different == []
 
 
 def native(folder):

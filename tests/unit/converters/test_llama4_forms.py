@@ -30,10 +30,12 @@ from converters.source.weights import native_weights, open_native
 from converters.store.folder import FolderStore
 from converters.verify import verify
 from tests.doors import convert, reshard
+from tests.fp8_folders import read_folder
 from tests.models.llama4 import PROCESSOR, meta_params, meta_shards, native_logits, text_state, write_meta
 from tests.models.llama4 import write as write_llama4
 from tests.models.names import native_arrays
 from tests.unit.converters import evil
+from tests.unit.converters.samples import assert_same
 
 FAMILY = get_family("llama4")
 TOKENS = torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(1))
@@ -63,24 +65,11 @@ def whole(tmp_path_factory):
     return model, root
 
 
-def stored(folder):
-    """Every tensor of an HF folder."""
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
 def loaded(folder, model):
     """The native weights, as stock torch loads them."""
     state = {name: torch.full(array.shape, torch.nan) for name, array in native_arrays(model).items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
-
-
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert [n for n, t in found.items() if t.dtype != expected[n].dtype or not torch.equal(t, expected[n])] == []
 
 
 def test_logits_by_the_published_formulas_are_those_of_the_class(source):
@@ -107,7 +96,7 @@ def test_metas_shards(source, count, tmp_path):
     _, model, root = source
     write_meta(tmp_path / "release", model, count)
     report = convert(tmp_path / "release", tmp_path / "hf", to="hf")
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "hf"), read_folder(root / "hf"))
     dropped = {name.split(".")[-1] for name in report.dropped}
     statistics = {"expert_activation_DE", "global_gate_stats_3E", "running_gate_stats_3E"}
     assert dropped == statistics | {"freqs", "_extra_state", "class_embedding", "weight"}  # the last two: of vision
@@ -120,7 +109,7 @@ def test_metas_shards(source, count, tmp_path):
         found = torch.load(tmp_path / "written" / file, weights_only=True)
         expected = {n: t for n, t in expected.items() if torch.is_tensor(t) and n.split(".")[-1] not in statistics}
         expected = {n: t for n, t in expected.items() if not n.startswith(("vision", "rope")) and "_extra_" not in n}
-        assert_equal(found, expected)
+        assert_same(found, expected)
     assert diff(tmp_path / "written", tmp_path / "release").equal
     for file in ("titan_model.json", "titan_manifest.json"):  # params.json alone
         (tmp_path / "written" / file).unlink()
@@ -224,11 +213,11 @@ def test_a_text_model_is_what_is_left_of_a_multimodal_one(whole, tmp_path):
     model, root = whole
     report = convert(root / "hf", tmp_path / "dcp", to="dcp")
     extras = {name for name, reason in report.dropped.items() if reason == EXTRA_REASON}
-    assert extras == {n for n in stored(root / "hf") if not n.startswith("language_model.")}
+    assert extras == {n for n in read_folder(root / "hf") if not n.startswith("language_model.")}
     assert any(f"{len(extras)} tensors of encoders of other media" in remark for remark in report.remarks)
     assert any("preprocessor_config.json" in remark for remark in report.remarks)
     convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
-    assert_equal(stored(tmp_path / "hf"), text_state(model))
+    assert_same(read_folder(tmp_path / "hf"), text_state(model))
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
     assert type(text).__name__ == "Llama4ForCausalLM"
     assert not set(PROCESSOR) & {path.name for path in (tmp_path / "hf").iterdir()}
@@ -243,7 +232,7 @@ def test_a_multimodal_checkpoint_is_complete_again(whole, form, tmp_path):
     convert(root / "hf", tmp_path / "out", to=to, options=options, keep_extra=True)
     assert verify(tmp_path / "out").ok
     convert(tmp_path / "out", tmp_path / "hf", to="hf", keep_extra=True if to == "hf" else None)
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "hf"), read_folder(root / "hf"))
     ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "hf", root / "hf"))
     assert {k for k, v in ours.items() if v != theirs[k]} <= {"_name_or_path"}
     for file, content in PROCESSOR.items():
@@ -256,7 +245,9 @@ def test_a_multimodal_checkpoint_is_complete_again(whole, form, tmp_path):
 
 def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     model, root = whole
-    extras = {name: tensor for name, tensor in stored(root / "hf").items() if not name.startswith("language_model.")}
+    extras = {
+        name: tensor for name, tensor in read_folder(root / "hf").items() if not name.startswith("language_model.")
+    }
     reshard(root / "dcp", tmp_path / "for a mesh", mesh=MeshShape(dp_shard=2))
     held = open_checkpoint(tmp_path / "for a mesh").tensors.items()
     files = {name: {chunk.file for chunk in entry.chunks} for name, entry in held}
@@ -265,7 +256,7 @@ def test_what_is_beside_the_text_model_is_not_part_of_it(whole, tmp_path):
     assert all(path.stat().st_size < 80_000 for path in (tmp_path / "in files").glob("*.distcp"))
     state = {name: torch.empty_like(tensor) for name, tensor in extras.items()}
     dcp.load(state, checkpoint_id=root / "dcp", no_dist=True)  # stock torch
-    assert_equal(state, extras)
+    assert_same(state, extras)
     with open_native(root / "dcp") as weights:
         assert not weights.extras and weights.tensors.keys() == native_arrays(model).keys()
         assert not weights.info.outer and not set(PROCESSOR) & weights.info.assets.keys()  # a text model's, for exports
@@ -299,7 +290,7 @@ def test_training_and_inference_note_what_they_do_not_read(whole, tmp_path):
     model, root = whole
     write_meta(tmp_path / "meta", model, 2)
     text = "tensors of encoders of other media (multi_modal_projector, vision_model; 0.00 GB)"
-    num_extras = sum(not name.startswith("language_model.") for name in stored(root / "hf"))
+    num_extras = sum(not name.startswith("language_model.") for name in read_folder(root / "hf"))
     of_meta = "2 tensors of encoders of other media (vision_embeddings, vision_projection)"
     for folder, said in (
         (root / "hf", f"{num_extras} {text}"),
@@ -330,7 +321,7 @@ def test_a_trained_text_model_is_completed_by_the_checkpoint_that_it_began_as(wh
     report = convert(tmp_path / "text", tmp_path / "out", to=to, **given)
     assert verify(tmp_path / "out").ok and diff(tmp_path / "out", root / "dcp").equal
     convert(tmp_path / "out", tmp_path / "hf", to="hf", keep_extra=True)
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "hf"), read_folder(root / "hf"))
     again = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
     with torch.no_grad():
         assert torch.equal(again(TOKENS[None]).logits, model(TOKENS[None]).logits)
@@ -338,7 +329,7 @@ def test_a_trained_text_model_is_completed_by_the_checkpoint_that_it_began_as(wh
         assert json.loads((tmp_path / "hf" / file).read_text()) == content
     alone = convert(tmp_path / "text", tmp_path / "alone", to="hf", model_from=root / "hf")
     assert not set(PROCESSOR) & {path.name for path in (tmp_path / "alone").iterdir()}
-    num_extras = sum(not name.startswith("language_model.") for name in stored(root / "hf"))
+    num_extras = sum(not name.startswith("language_model.") for name in read_folder(root / "hf"))
     assert any(r.startswith(f"{num_extras} tensors of") and r.endswith(f"from {root / 'hf'}") for r in report.remarks)
     assert report.num_tensors == alone.num_tensors + num_extras or to != "hf"
     with pytest.raises(ConfigError, match="has no place for the"):
@@ -364,7 +355,7 @@ def test_what_a_model_is_completed_by_is_not_replaced(whole, tmp_path):
     for out in ("hf", "hf/inner"):
         with pytest.raises(CheckpointError, match="is the source itself|is inside the other"):
             convert(tmp_path / "text", tmp_path / out, to="hf", **given)
-    assert_equal(stored(tmp_path / "hf"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "hf"), read_folder(root / "hf"))
     with pytest.raises(ConfigError, match="is a file"):
         convert(tmp_path / "text", tmp_path / "out", to="hf", keep_extra=True, model_from=tmp_path / "hf/config.json")
 
@@ -376,7 +367,7 @@ PARTS = ("vision_model", "multi_modal_projector", "vision_config", "vision_model
 def test_half_of_what_is_beside_the_text_model_is_not_kept(whole, part, tmp_path):
     _, root = whole
     shutil.copytree(root / "hf", tmp_path / "hf")
-    tensors = stored(root / "hf")
+    tensors = read_folder(root / "hf")
     layer = {name: t for name, t in tensors.items() if name.startswith("vision_model.model.layers.0.")}
     tensors |= {name.replace("layers.0.", "layers.1."): tensor.clone() for name, tensor in layer.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(part)}
@@ -464,7 +455,7 @@ def test_trained_offsets_of_experts_are_left_out_as_asked(source, to, tmp_path):
     dropping = OutputOptions(drop_expert_bias=True)
     convert(tmp_path / "trained.pt", tmp_path / "out", to=to, model_from=root / "hf", options=dropping)
     convert(tmp_path / "out", tmp_path / "again", to="hf")
-    assert_equal(stored(tmp_path / "again"), stored(root / "hf"))
+    assert_same(read_folder(tmp_path / "again"), read_folder(root / "hf"))
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -18,6 +18,7 @@ from tests.doors import convert
 from tests.fp8_folders import E4M3, dequantize, is_quantized, quantize, read_folder, save, write_fp8
 from tests.models.dense import write as write_tiny
 from tests.models.qwen3_moe import write as write_experts
+from tests.unit.converters.samples import assert_same
 from titan_tools.infer.identity import origin_of
 
 SHAPES = {"hidden_size": 192, "intermediate_size": 576, "moe_intermediate_size": 129, "num_attention_heads": 8}
@@ -42,16 +43,6 @@ def native(plain):
 def out(src, dst, how="fp8", *, scales_from=None, **options):
     output = {key: options.pop(key) for key in ("shard_bytes", "fused_experts") if key in options}
     return convert(src, dst, to="hf", options=OutputOptions(quantize=how, scales_from=scales_from, **output), **options)
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    different = [
-        name
-        for name, tensor in expected.items()
-        if tensor.dtype != found[name].dtype or not torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
-    ]
-    assert different == []
 
 
 def expected_from(folder, how):

@@ -26,21 +26,7 @@ from converters.store.manifest import check_files
 from converters.views.casts import cast, count_non_finite
 from converters.views.expressions import HeadRows, Source
 from converters.views.view import Ledger, View
-from tests.unit.converters.samples import AppendOnly, raw, read_all, write
-
-
-class Arrays:
-    """A TensorSource over arrays in memory, as a computed source would be."""
-
-    def __init__(self, **arrays: np.ndarray):
-        self.arrays = arrays
-        self.tensors = {fqn: TensorInfo(a.dtype.name, a.shape) for fqn, a in arrays.items()}
-        self.largest = 0
-
-    def read(self, fqn: str, box: Box) -> np.ndarray:
-        part = self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
-        self.largest = max(self.largest, part.nbytes)
-        return part
+from tests.unit.converters.samples import AppendOnly, Arrays, raw, read_all, write
 
 
 @pytest.mark.parametrize("to", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64"])
@@ -119,7 +105,7 @@ def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, wo
         workers=workers,
         on_bytes=lambda count: seen.append((count, threading.current_thread())),
     )
-    assert source.largest <= block_bytes
+    assert max(box.num_elements * source.arrays[fqn].itemsize for fqn, box in source.read_boxes) <= block_bytes
     assert [*result.read_twice] == (["long_rows"] if in_order else [])  # whose digest needs whole rows
     assert sum(count for count, _ in seen) == sum(a.nbytes for a in arrays.values())
     assert {thread for _, thread in seen} == {threading.main_thread()}

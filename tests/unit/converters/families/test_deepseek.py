@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters.common.box import TensorInfo
@@ -18,15 +18,12 @@ from converters.model.model_info import ModelInfo
 from converters.naming.foreign_view import foreign_view
 from converters.source.weights import open_native
 from tests.doors import convert
+from tests.fp8_folders import read_folder
 from tests.models.deepseek import NUMBERS, native_logits
 from tests.models.deepseek import write as write_deepseek
 
 FAMILY = get_family("deepseek_v3")
 TOKENS = torch.arange(40)[None] * 7 % 97  # longer than YaRN's original length
-
-
-def tensors_of(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def logits(folder, **options):
@@ -48,7 +45,7 @@ def test_offsets_stay_float32(written, tmp_path):
     name, model, root = written
     convert(root / "dcp", tmp_path / "wide", to="torch", dtype="float32")  # where they are not the only ones
     convert(tmp_path / "wide", tmp_path / "half", to="hf", dtype="float16")
-    kinds = {key: tensor.dtype for key, tensor in tensors_of(tmp_path / "half").items()}
+    kinds = {key: tensor.dtype for key, tensor in read_folder(tmp_path / "half").items()}
     biases = {key for key in kinds if key.endswith("e_score_correction_bias")}
     assert len(biases) == (0 if name.startswith("v2") else 2)
     assert all(kind == (torch.float32 if key in biases else torch.float16) for key, kind in kinds.items())
@@ -65,7 +62,7 @@ def test_v2_has_no_offsets(tmp_path):
     """A file that has them is not a V2's, and a V2 whose offsets are not zero cannot be written."""
     write_deepseek(tmp_path / "hf", "v2")
     convert(tmp_path / "hf", tmp_path / "pt", to="torch")
-    tensors = tensors_of(tmp_path / "hf")
+    tensors = read_folder(tmp_path / "hf")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     save_file(tensors | {name: torch.ones(12)}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=f"unexpected  {name}"):

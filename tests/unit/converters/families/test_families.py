@@ -21,9 +21,10 @@ from converters.naming.namings import detect_naming
 from converters.naming.native_view import native_view
 from converters.source.weights import open_native
 from tests.doors import convert
+from tests.fp8_folders import read_folder
 from tests.models.dense import TINY, family_of, native_logits
 from tests.models.dense import write as write_tiny
-from tests.unit.converters.samples import infos, load_dcp
+from tests.unit.converters.samples import Arrays, load_dcp
 from trainer.models.initial_weights import InitialWeights
 
 TOKENS = torch.arange(40) * 7 % 97
@@ -36,10 +37,6 @@ def model(request, tmp_path_factory):
     write_tiny(root / "hf", name, dtype=torch.bfloat16, max_shard_size="40KB")
     convert(root / "hf", root / "dcp", to="dcp", source="hf")
     return name, root
-
-
-def hf_tensors(folder):
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def native_tensors(folder):
@@ -147,17 +144,6 @@ def test_one_file_and_many_are_one_model(tmp_path):
     assert one.keys() == many.keys() and all(torch.equal(one[fqn], many[fqn]) for fqn in one)
 
 
-class Arrays:
-    """A TensorSource of arrays."""
-
-    def __init__(self, tensors):
-        self.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        self.tensors = infos(tensors)
-
-    def read(self, fqn, box):
-        return self.arrays[fqn][tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-
-
 @pytest.mark.parametrize(
     ("family", "flavor"),
     [
@@ -174,7 +160,7 @@ def test_every_naming_is_its_own_inverse(family, flavor):
     family = get_family(family)
     args = replace(family.flavors[flavor], num_layers=12, vocab_size=11, dim=16, ffn_hidden=6)
     info, parameters = ModelInfo(family.name, args), family.parameters(args)
-    native = Arrays({p.fqn: torch.randn(p.shape) if p.is_trained else torch.zeros(p.shape) for p in parameters})
+    native = Arrays({p.fqn: (torch.randn if p.is_trained else torch.zeros)(p.shape).numpy() for p in parameters})
     for naming in family.namings.values():
         is_moe = "moe" in flavor or family.name == "deepseek_v3"
         if is_moe and naming.name == "torchtune":
@@ -251,7 +237,7 @@ def test_an_old_file_that_calls_a_llama2_a_llama3_still_opens(tmp_path):
     (tmp_path / "old" / "titan_model.json").write_text(json.dumps(output | {"family": "llama3"}))
     assert read_model_info(tmp_path / "old").family == "llama3"
     convert(tmp_path / "dcp", tmp_path / "again", to="hf", model_from=tmp_path / "old")
-    assert hf_tensors(tmp_path / "again").keys() == hf_tensors(tmp_path / "hf").keys()
+    assert read_folder(tmp_path / "again").keys() == read_folder(tmp_path / "hf").keys()
     assert torch.equal(logits(tmp_path / "again"), logits(tmp_path / "hf"))
 
 

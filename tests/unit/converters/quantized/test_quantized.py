@@ -19,6 +19,7 @@ from tests.doors import convert
 from tests.fp8_folders import CONFIG, E4M3, dequantized, read_folder, save, write_fp8
 from tests.models.dense import write as write_tiny
 from tests.models.qwen3_moe import write as write_experts
+from tests.unit.converters.samples import assert_same
 
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.10.gate_proj.weight"
 SHAPES = {"hidden_size": 192, "intermediate_size": 576, "moe_intermediate_size": 129, "num_attention_heads": 8}
@@ -36,15 +37,6 @@ def plain(tmp_path_factory):
 def fp8(plain):
     """The same in fp8, the scales in another file than their weights."""
     return write_fp8(plain.parent / "fp8", plain, files=2)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not same_bits(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from converters.common.box import Box, TensorInfo
+from converters.common.box import Box
 from converters.store.digest import TensorDigest, digest_of_sum, sum_of_rows
 from converters.views.expressions import (
     AllZeros,
@@ -16,20 +16,10 @@ from converters.views.expressions import (
     Take,
     Transpose,
 )
+from tests.unit.converters.samples import Arrays
 
 RNG = np.random.default_rng(0)
 STACKED = RNG.standard_normal((12, 6, 5), dtype=np.float32)
-
-
-class Arrays:
-    """A TensorSource over arrays in memory."""
-
-    def __init__(self, **arrays):
-        self.arrays = arrays
-        self.tensors = {n: TensorInfo(str(a.dtype), a.shape) for n, a in arrays.items()}
-
-    def read(self, fqn, box):
-        return self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
 
 
 PARTS = Arrays(**{f"e{n}": STACKED[n] for n in range(12)})

@@ -5,26 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from converters.common.box import Box, TensorInfo
+from converters.common.box import Box
 from converters.views import fp8
 from converters.views.expressions import Fp8Blocks, HeadRows, Source, Stack
 from tests.fp8_folders import dequantize, quantize
+from tests.unit.converters.samples import Arrays
 
 BLOCK = (128, 128)
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-class Arrays:
-    """A TensorSource over arrays in memory, which notes the boxes that are read."""
-
-    def __init__(self, **arrays):
-        self.arrays, self.read_boxes = arrays, []
-        self.tensors = {n: TensorInfo(a.dtype.name, a.shape) for n, a in arrays.items()}
-
-    def read(self, fqn, box):
-        self.read_boxes.append((fqn, box))
-        return self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
 
 
 def bits(values) -> np.ndarray:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from converters.common.box import Box, TensorInfo
+from converters.common.box import Box
 from converters.common.errors import CheckpointError
 from converters.families.args import ModelArgs
 from converters.families.llama import HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
@@ -15,22 +15,12 @@ from converters.naming.foreign_view import foreign_view
 from converters.naming.namings import detect_naming, native_naming
 from converters.naming.native_view import native_view
 from converters.views.expressions import Source
+from tests.unit.converters.samples import Arrays
 
 # head_dim ≠ dim / num_heads, grouped queries, more than 10 layers: `layers.1` must not take `layers.11`
 ARGS = ModelArgs(dim=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=20, vocab_size=31)
 INFO = ModelInfo("llama3", ARGS)
 TIED = ModelInfo("llama3", replace(ARGS, tied=True))
-
-
-class Arrays:
-    """A TensorSource over arrays in memory."""
-
-    def __init__(self, arrays):
-        self.arrays = arrays
-        self.tensors = {n: TensorInfo(str(a.dtype), a.shape) for n, a in arrays.items()}
-
-    def read(self, fqn, box):
-        return self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
 
 
 def native_arrays(info=INFO):

@@ -10,7 +10,8 @@ from converters.common.box import Box
 from converters.common.errors import CheckpointError
 from converters.quantized.stored_blocks import BlocksSource
 from converters.source.weights import open_native
-from tests.models.gpt_oss import CONFIG, read_folder, save, write_mxfp4
+from tests.fp8_folders import read_folder
+from tests.models.gpt_oss import CONFIG, save, write_mxfp4
 from tests.models.gpt_oss import write as write_gpt_oss
 from tests.tiny_infer import CPU
 from titan_tools.infer.decoding.engine import Engine
