@@ -239,8 +239,8 @@ class Mutation:
     def names(self) -> set[str]:
         """What a refusal may name: the fields, and what stands in a RoPE setting."""
         inside = [value for name, value in self.values.items() if name in _ROPE_KEYS and isinstance(value, dict)]
-        words = {key for value in inside for key in value} | {v.get("rope_type", v.get("type")) for v in inside}
-        return {*self.values, *words} - {"default"}
+        words = {key for value in inside for key in value} | {str(v.get("rope_type", v.get("type"))) for v in inside}
+        return {*self.values, *words} - {"default", "None"}
 
 
 def _is_accepted(name: str, value: Any, accepts: Accepts) -> bool:

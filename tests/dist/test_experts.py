@@ -77,13 +77,14 @@ EP2_EFSDP2 = Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint
 
 CASES = [
     # experts on several ranks: whole ones, of each token shard; slices; cut along their columns
-    (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED),
+    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
     (EP2_EFSDP2, OF_TWO),
     # latent attention: latents of token shards, whose weights are whole on every rank; gathered over context ranks
     (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), V2_LITE),
     # GPT-OSS: one of the ranks with slices of an expert adds the last bias
     (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), WINDOW),
-    # Llama 4: weights of rows that go to other ranks; fewer microbatches than stages
+    # Llama 4: slices of shared and scaled experts; weights of rows that go elsewhere; fewer microbatches than stages
+    (Layout("tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), MAVERICK),
     (Layout("ep 2 pp 2, one microbatch", 4, {EP: 2, PP: 2, MICROBATCH: 4}), SCOUT),
 ]
 IN_TURN = [  # GPT-OSS and Llama 4 in every axis, pair of axes and way of recomputing
@@ -118,11 +119,10 @@ SLOW_CASES = [
     (Layout("cp 2", 2, {CP: 2}), MIXED),
     (Layout("pp 2, operations kept", 2, {PP: 2, MICROBATCH: 2}, sections={"activation_checkpoint": OP}), MIXED),
     (Layout("replicas 2", 2, {REPLICAS: 2}), MIXED),
-    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
+    (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED),
     (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
     (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), V3),
     (Layout("cp 2 ep 2", 2, {CP: 2, EP: 2}, sections={"activation_checkpoint": OP}), WINDOW),
-    (Layout("tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), MAVERICK),
     (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), MIXED),
     (Layout("fsdp 2", 2), EVERY),
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), EVERY),

@@ -1,7 +1,6 @@
 """A resume reads hardly more than each rank holds, and a save reads back only what its own node has written."""
 
 import hashlib
-import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from converters.common.errors import CheckpointError
-from converters.engine import read as engine_read
 from converters.families.args import ModelArgs
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
+from converters.store.folder import FolderStore
 from converters.verify import verify
 from tests.dist.training import Layout
 from trainer.build import build
@@ -177,18 +176,18 @@ def test_a_flipped_bit_is_found_before_any_rank_changes_a_weight(pools, saved, t
 
 def save_on_nodes(layout: Layout, folder: Path, nodes: list[str]) -> dict[str, int]:
     """Case: a save by ranks on these nodes; the bytes that this rank reads back, by file."""
-    usual, read, num_read = checkpoint_write.socket.gethostname, engine_read._read_into, Counter()
+    usual, read, num_read = checkpoint_write.socket.gethostname, FolderStore.read_into, Counter()
     checkpoint_write.socket.gethostname = lambda: nodes[dist.get_rank()]
 
-    def counted(descriptor, start, view, what):
-        num_read[os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))] += len(view)
-        read(descriptor, start, view, what)
+    def counted(store, name, start, buffer):
+        num_read[name] += len(buffer)
+        read(store, name, start, buffer)
 
-    engine_read._read_into = counted
+    FolderStore.read_into = counted
     try:
         save(layout, folder)
     finally:
-        checkpoint_write.socket.gethostname, engine_read._read_into = usual, read
+        checkpoint_write.socket.gethostname, FolderStore.read_into = usual, read
     return dict(num_read)
 
 

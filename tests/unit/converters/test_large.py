@@ -121,7 +121,7 @@ def test_the_largest_are_planned_within_5_seconds_and_400_mib(folder_of, source,
     if "--quantize" in options:
         assert report["num_tensors"] == 91_991
     else:  # balancing biases are not written for Hugging Face where its class has none
-        assert -(1 << 20) <= report["num_bytes"] - bytes_of(source, mtp="--mtp" in options) < 256 << 20
+        assert -(1 << 20) <= report["num_bytes"] - bytes_of(source, mtp="--mtp" in options) < 512 << 20
     if options == SHARDED:
         assert report["num_files"] == 513  # one for each rank, and .metadata
 

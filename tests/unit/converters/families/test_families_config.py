@@ -20,7 +20,7 @@ from transformers import (
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.families.deepseek_config import DEEPSEEK_V2_FIELDS, DEEPSEEK_V3_FIELDS
 from converters.families.gpt_oss_config import GPT_OSS_FIELDS
-from converters.families.hf_config import LLAMA_FIELDS
+from converters.families.hf_config import USUAL_FIELDS
 from converters.families.llama4_config import LLAMA4_FIELDS
 from converters.families.model_numbers import check_args, check_blocks
 from converters.families.qwen3 import QWEN3_FIELDS, QWEN3_MOE_FIELDS
@@ -394,7 +394,7 @@ def test_what_we_write_of_a_qwen3_has_no_window():
 @pytest.mark.parametrize(
     ("config_class", "listed"),
     [
-        (LlamaConfig, LLAMA_FIELDS),
+        (LlamaConfig, USUAL_FIELDS),
         (Qwen3Config, QWEN3_FIELDS),
         (Qwen3MoeConfig, QWEN3_MOE_FIELDS),
         (DeepseekV3Config, DEEPSEEK_V3_FIELDS),

@@ -10,6 +10,7 @@ from converters.families.registry import get_family
 from converters.families.rope import DynamicRope
 from converters.families.rules import Rule
 from converters.layout.mesh_shape import MeshShape
+from trainer.config.load import load_config
 from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation
 from trainer.data.kinds import streams_of
 from trainer.job.job import layout_problems, required_world_size, resolve, resolve_job
@@ -41,13 +42,6 @@ def test_degrees_that_data_and_parameters_see():
     assert sequence_divisor(MeshShape(tp=5)) == 5  # without context parallelism nothing is cut head and tail
 
 
-@pytest.mark.parametrize("world_size", [3, 9])
-def test_ranks_that_cannot_be_shared_out(world_size):
-    with pytest.raises(ConfigError, match="multiply to 4") as raised:
-        resolve(Parallelism(tensor_parallel_degree=4), world_size)
-    assert str(max(world_size // 4, 1) * 4) in raised.value.hint
-
-
 def test_a_product_that_is_not_the_world_size():
     with pytest.raises(ConfigError, match=r"needs 6 ranks \(dp_shard 3 × tp 2\), but there are 8") as raised:
         resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 8)
@@ -76,24 +70,108 @@ def test_a_layout_without_problems():
     assert resolve_job(Config(), 2).dims == MeshShape(dp_shard=2)
 
 
-def test_tensor_degree_names_what_it_does_not_divide_and_what_would():
-    (problem,) = problems({"tensor_parallel_degree": 8}, world_size=8, training={"seq_len": 64})
-    assert problem == "parallelism.tensor_parallel_degree = 8 does not divide 4 key/value heads; possible: 1, 2, 4"
-    (problem,) = problems({"tensor_parallel_degree": 3}, world_size=3, training={"seq_len": 63})
-    assert all(what in problem for what in ("8 attention heads", "4 key/value heads", "2,048 vocabulary entries"))
-    assert "feed-forward" not in problem  # 384 = 3 × 128
+# world size, what is changed, words of every problem that must be reported
+
+_PP2 = {"pp": 2}
+_UNKNOWN = '[["tok_embeddings","layers.0","layers.0"],["layers.2","layers.9","norm","output"]]'
+_SWAPPED = '[["tok_embeddings","layers.1","layers.0"],["layers.2","layers.3","norm","output"]]'
+LAYOUTS: list[tuple[int, dict, tuple[str, ...]]] = [
+    # the product of the degrees is not the number of ranks
+    (6, {"fsdp": 4}, ("needs 4 ranks", "there are 6")),
+    (8, {"fsdp": 3}, ("needs 3 ranks", "there are 8", "data_parallel_shard_degree = 8 would fit")),
+    (8, {"fsdp": 2, "tp": 2, "pp": 4}, ("needs 16 ranks", "data_parallel_shard_degree = 1 would fit")),
+    (3, {"tp": 2, "fsdp": -1}, ("multiply to 2", "2, 4")),
+    (10, {"tp": 4, "fsdp": -1}, ("multiply to 4", "8, 12")),
+    (1, {"pp": 2, "fsdp": -1}, ("multiply to 2", "2")),
+    (12, {"rep": 5, "fsdp": -1}, ("multiply to 5", "10, 15")),
+    (4, {"rep": 2, "fsdp": 2, "cp": 2}, ("needs 8 ranks", "dp_replicate 2 × dp_shard 2 × cp 2")),
+    # heads, key/value heads, feed-forward, vocabulary over tp
+    (3, {"tp": 3, "seq": 63}, ("8 attention heads", "4 key/value heads", "2,048 vocabulary", "possible: 1, 2, 4")),
+    (8, {"tp": 8}, ("does not divide 4 key/value heads; possible: 1, 2, 4",)),
+    (16, {"tp": 16}, ("8 attention heads, 4 key/value heads; possible: 1, 2, 4",)),
+    (5, {"tp": 5, "seq": 65}, ("384 feed-forward columns",)),
+    (3, {"tp": 3}, ("attention heads", "seq_len = 64 is not a multiple of 3 (tp); nearest: 63 or 66")),
+    (32, {"tp": 32, "flavor": "70B"}, ("does not divide 8 key/value heads; possible: 1, 2, 4, 8",)),
+    # sequences over tp and twice cp
+    (2, {"tp": 2, "seq": 63}, ("seq_len = 63 is not a multiple of 2 (tp); nearest: 62 or 64",)),
+    (2, {"cp": 2, "seq": 66}, ("not a multiple of 4 (tp × 2·cp); nearest: 64 or 68",)),
+    (4, {"cp": 2, "tp": 2, "seq": 60}, ("not a multiple of 8 (tp × 2·cp); nearest: 56 or 64",)),
+    (8, {"cp": 8, "seq": 8}, ("not a multiple of 16 (tp × 2·cp); nearest: 16",)),
+    (3, {"cp": 3}, ("not a multiple of 6 (tp × 2·cp); nearest: 60 or 66",)),
+    (2, {"tp": 2, "valid_seq": 31}, ("validation.seq_len = 31 is not a multiple of 2 (tp); nearest: 30 or 32",)),
+    (4, {"tp": 2, "cp": 2, "seq": 62, "valid_seq": 20}, ("training.seq_len = 62", "validation.seq_len = 20")),
+    # batches
+    (2, {"global": 12}, ("global_batch_size = 12 is not a multiple of 16", "nearest: 16")),
+    (4, {"global": 40}, ("not a multiple of 32", "nearest: 32 or 64")),
+    (4, {"rep": 2, "fsdp": 2, "global": 1}, ("global_batch_size = 1 is not a multiple of 32", "nearest: 32")),
+    (2, {"cp": 2, "global": 12}, ("not a multiple of 8", "nearest: 8 or 16")),
+    # stages
+    (8, {"pp": 8}, ("4 layers cannot be split into 8 pipeline stages", "at most 6 stages")),
+    (2, _PP2 | {"per_stage": 2}, ("needs 2 stages, the split has 3",)),
+    (2, _PP2 | {"schedule": "Interleaved1F1B", "per_stage": 3}, ("Interleaved1F1B", "the split has 2")),
+    (2, _PP2 | {"schedule": "LoopedBFS", "per_stage": 3}, ("needs 4, 6, … stages, the split has 2",)),
+    (4, {"pp": 4, "schedule": "Interleaved1F1B"}, ("4 layers cannot be split into 8 pipeline stages",)),
+    (2, _PP2 | {"per_stage": 1}, ("the split has 6",)),
+    (2, _PP2 | {"modules": _UNKNOWN}, ("unknown: layers.9; missing: layers.1, layers.3; given twice: layers.0",)),
+    (2, _PP2 | {"modules": _SWAPPED}, ("not in model order",)),
+    # microbatches
+    (2, _PP2 | {"micro": 3}, ("= 3 does not divide training.local_batch_size = 8; possible: 1, 2, 4, 8",)),
+    (2, _PP2 | {"schedule": "Interleaved1F1B", "batch": 5}, ("Interleaved1F1B", "4 or 6")),
+    (2, _PP2 | {"schedule": "Interleaved1F1B", "batch": 7}, ("Interleaved1F1B", "6 or 8")),
+    (4, {"pp": 4, "schedule": "ZBVZeroBubble", "per_stage": 1}, ("needs 8 stages", "the split has 6")),
+    # several at once, of different kinds
+    (16, {"pp": 2, "tp": 8, "seq": 60, "micro": 3}, ("key/value heads", "seq_len = 60", "microbatch_size = 3")),
+    (6, {"fsdp": 2, "tp": 2, "seq": 63, "global": 9}, ("needs 4 ranks", "seq_len = 63", "global_batch_size = 9")),
+    (7, {"tp": 3, "fsdp": -1, "seq": 64}, ("multiply to 3", "attention heads", "seq_len = 64")),
+    (8, {"pp": 8, "batch": 3, "micro": 2, "global": 5}, ("cannot be split into 8", "possible: 1, 3", "multiple of 3")),
+]  # fmt: skip
+
+_KEYS = {
+    "fsdp": "parallelism.data_parallel_shard_degree",
+    "rep": "parallelism.data_parallel_replicate_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "per_stage": "parallelism.pipeline_parallel_layers_per_stage",
+    "modules": "parallelism.module_fqns_per_model_part",
+    "micro": "parallelism.pipeline_parallel_microbatch_size",
+    "batch": "training.local_batch_size",
+    "global": "training.global_batch_size",
+    "seq": "training.seq_len",
+    "valid_seq": "validation.seq_len",
+    "flavor": "model.flavor",
+}
 
 
-def test_sequences_divide_by_tensor_and_twice_context_degree():
-    degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
-    assert problems(degrees, world_size=4, training={"seq_len": 64}) == []
-    validation = Validation(enable=True, seq_len=20)
-    output = problems(degrees, world_size=4, training={"seq_len": 62}, validation=validation)
-    assert output == [
-        "training.seq_len = 62 is not a multiple of 8 (tp × 2·cp); nearest: 56 or 64",
-        "validation.seq_len = 20 is not a multiple of 8 (tp × 2·cp); nearest: 16 or 24",
-    ]
-    assert problems(degrees, world_size=4, training={"seq_len": 4})[0].endswith("nearest: 8")
+def words_of(changes: dict) -> list[str]:
+    base = {"flavor": "debug_gqa", "seq": 64, "batch": 8, "rep": 1, "tp": 1, "cp": 1, "pp": 1, "fsdp": -1, "micro": 1}
+    words = [f"--{_KEYS[name]}={value}" for name, value in (base | changes).items()]
+    return [*words, "--validation.enable"] if "valid_seq" in changes else words
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "output"), LAYOUTS, ids=[f"{world} {changes}"[:60] for world, changes, _ in LAYOUTS]
+)
+def test_a_bad_layout_is_reported_with_all_its_problems_and_what_would_do(tmp_path, world_size, changes, output):
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    config = load_config(path, words_of(changes))
+    with pytest.raises(ConfigError) as caught:
+        resolve_job(config, world_size)
+    text = "\n".join((caught.value.message, caught.value.hint, *caught.value.tries))
+    assert [words for words in output if words not in text] == [], text
+
+
+def test_the_same_layouts_without_the_fault_are_fine(tmp_path):
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    few = _PP2 | {"batch": 1}
+    one_batch = {"tp": 2, "global": 8}  # both read the same samples
+    layouts = [{"fsdp": 2}, {"tp": 4}, {"cp": 2}, {"tp": 2, "cp": 2}, {"rep": 2, "fsdp": 2}, _PP2, one_batch]
+    for changes in (*layouts, few, few | {"schedule": "GPipe"}, {"micro": 3}):
+        config = load_config(path, words_of(changes))
+        resolve_job(config, args=GQA)
 
 
 def test_dynamic_rope_is_not_covered_beyond_the_trained_length():
@@ -106,56 +184,6 @@ def test_dynamic_rope_is_not_covered_beyond_the_trained_length():
     ]
     assert all(problem.endswith("nearest: 64") for problem in output)
     assert layout_problems(config, replace(args, max_seq_len=128), MeshShape()) == []
-
-
-def test_global_batch_divides_by_what_the_ranks_take():
-    training = {"global_batch_size": 20, "local_batch_size": 4}
-    assert problems({}, world_size=5, training=training) == []
-    (problem,) = problems({}, world_size=2, training=training)
-    assert "not a multiple of 8" in problem and "16 or 24" in problem
-    assert problems({"tensor_parallel_degree": 2}, world_size=2, training=training) == []  # both read the same samples
-
-
-def test_microbatches():
-    pipelined = {"pipeline_parallel_degree": 2}
-    (problem,) = problems(pipelined | {"pipeline_parallel_microbatch_size": 3}, world_size=2)
-    assert "does not divide training.local_batch_size = 8; possible: 1, 2, 4, 8" in problem
-    gpipe = pipelined | {"pipeline_parallel_schedule": "GPipe"}
-    for few in (pipelined, gpipe):
-        assert problems(few, world_size=2, training={"local_batch_size": 1}) == []
-    interleaved = pipelined | {"pipeline_parallel_schedule": "Interleaved1F1B"}
-    (problem,) = problems(interleaved, world_size=2, training={"local_batch_size": 5})
-    assert "training.local_batch_size = 4 or 6" in problem
-    # without a pipeline there are no microbatches to be wrong
-    assert problems({"pipeline_parallel_microbatch_size": 3}, world_size=2) == []
-
-
-def test_stages():
-    (problem,) = problems({"pipeline_parallel_degree": 8}, world_size=8)
-    assert "4 layers cannot be split into 8 pipeline stages" in problem
-    (problem,) = problems({"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 2}, world_size=2)
-    assert "schedule 1F1B on 2 pipeline ranks needs 2 stages, the split has 3" in problem
-    looped = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS"}
-    (problem,) = problems(looped | {"pipeline_parallel_layers_per_stage": 3}, world_size=2)
-    assert "needs 4, 6, … stages, the split has 2" in problem
-
-
-def test_stages_written_out():
-    explicit = (("tok_embeddings", "layers.0", "layers.0"), ("layers.2", "layers.7", "norm", "output"))
-    degrees = {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": explicit}
-    (problem,) = problems(degrees, world_size=2)
-    assert "unknown: layers.7; missing: layers.1, layers.3; given twice: layers.0" in problem
-    swapped = (("tok_embeddings", "layers.1", "layers.0"), ("layers.2", "layers.3", "norm", "output"))
-    (problem,) = problems(degrees | {"module_fqns_per_model_part": swapped}, world_size=2)
-    assert "not in model order" in problem
-
-
-def test_all_problems_at_once():
-    degrees = Parallelism(tensor_parallel_degree=8, pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=3)
-    config = Config(model=Model(flavor="debug_gqa"), parallelism=degrees, training=Training(seq_len=60))
-    with pytest.raises(ConfigError) as raised:
-        resolve_job(config, 16)
-    assert all(key in raised.value.message for key in ("tensor_parallel_degree", "seq_len", "microbatch_size"))
 
 
 def test_an_unknown_kind_of_data_is_reported_with_the_known_ones():
