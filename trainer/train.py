@@ -134,7 +134,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
     with phase("opening the data"):
         data = get_objective(job.family.name).open_data(job, meshes, ranks.agreement)
-    validator = Validator(model, data.held_out) if data.held_out else None
+    validator = Validator(model, data.held_out) if config.validation.enable else None
     train_step = TrainStep(
         model,
         meshes,

@@ -15,7 +15,10 @@ from trainer.train_model import TrainModel
 class Validator:
     """Computes the held-out loss; `run` starts from the beginning each time and does not change the model."""
 
-    def __init__(self, model: TrainModel, held_out: HeldOut):
+    def __init__(self, model: TrainModel, held_out: HeldOut | None):
+        """Raises ExtensionError if the objective has opened no held-out data."""
+        if held_out is None:
+            raise ExtensionError("validation.enable is read by the objective, whose `open_data` returned no `held_out`")
         self._model, self._held_out = model, held_out
 
     def run(self) -> Mapping[str, float | None]:
