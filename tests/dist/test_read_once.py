@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from converters.common.errors import CheckpointError
+from converters.engine.read import CatalogReader
 from converters.families.args import ModelArgs
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
-from converters.store.folder import FolderStore
 from converters.verify import verify
 from tests.dist.training import Layout
 from trainer.build import build
@@ -176,18 +176,18 @@ def test_a_flipped_bit_is_found_before_any_rank_changes_a_weight(pools, saved, t
 
 def save_on_nodes(layout: Layout, folder: Path, nodes: list[str]) -> dict[str, int]:
     """Case: a save by ranks on these nodes; the bytes that this rank reads back, by file."""
-    usual, read, num_read = checkpoint_write.socket.gethostname, FolderStore.read_into, Counter()
+    usual, read, num_read = checkpoint_write.socket.gethostname, CatalogReader._fill, Counter()
     checkpoint_write.socket.gethostname = lambda: nodes[dist.get_rank()]
 
-    def counted(store, name, start, buffer):
-        num_read[name] += len(buffer)
-        read(store, name, start, buffer)
+    def counted(reader, file, fqn, start, view):
+        num_read[file] += len(view)
+        read(reader, file, fqn, start, view)
 
-    FolderStore.read_into = counted
+    CatalogReader._fill = counted
     try:
         save(layout, folder)
     finally:
-        checkpoint_write.socket.gethostname, FolderStore.read_into = usual, read
+        checkpoint_write.socket.gethostname, CatalogReader._fill = usual, read
     return dict(num_read)
 
 
