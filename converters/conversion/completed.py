@@ -17,7 +17,8 @@ from converters.model.multimodal import count_extras, find_files, require_extras
 from converters.naming.native_view import Reading
 from converters.source.open import open_checkpoint
 from converters.source.weights import NativeWeights, native_weights
-from converters.store.location import Place
+from converters.store.base import open_store
+from converters.store.location import Place, locate
 from converters.views.expressions import Expression, Source
 
 
@@ -53,10 +54,11 @@ def completed(weights: NativeWeights, folder: Place | None) -> Iterator[NativeWe
     if folder is None or weights.extras or get_family(weights.info.family).multimodal is None:
         yield weights
         return
-    catalog = open_checkpoint(folder)
-    if catalog.is_lone_file:
+    store, file = open_store(locate(folder))
+    store.close()
+    if file:  # of any kind, also the config.json that describes a model
         raise ConfigError(f"--keep-extra: --model-from {folder} is a file", hint="give the folder of the checkpoint")
-    with native_weights(catalog, Reading(keep_extra=True)) as other:
+    with native_weights(open_checkpoint(folder), Reading(keep_extra=True)) as other:
         problems = other_numbers(weights.info.args, other.info.args)
         if problems or other.info.family != weights.info.family:
             raise ConfigError(
