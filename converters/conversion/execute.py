@@ -10,8 +10,9 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.common.fold import fold_texts
 from converters.conversion.needs import estimate_needs, require_room
 from converters.conversion.records import Execution, Plan, Run
-from converters.engine.copy import BLOCK_BYTES, UNIT_BYTES, CopyResult, copy_tensors
+from converters.engine.copy import CopyResult, Processing, copy_tensors
 from converters.engine.journal import plan_fingerprint, reading_order
+from converters.engine.units import BLOCK_BYTES, UNIT_BYTES
 from converters.store.base import open_store
 from converters.store.journal import Journal
 from converters.store.location import Place, locate
@@ -72,18 +73,11 @@ def _write(output: Output, plan: Plan, run: Run, journal: Journal | None) -> tup
     source, target = plan.source, plan.target
     data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
     with run.progress(data_bytes, "copying") as advance:
+        processing = Processing(
+            plan.casts, plan.encoders, run.digests, plan.native_rows, plan.vouched.check if plan.vouched else None
+        )
         copied = copy_tensors(
-            source,
-            target,
-            output,
-            casts=plan.casts,
-            encoders=plan.encoders,
-            workers=run.workers,
-            digests=run.digests,
-            native_rows=plan.native_rows,
-            check_source=plan.vouched.check if plan.vouched else None,
-            on_bytes=advance,
-            journal=journal,
+            source, target, output, processing, workers=run.workers, on_bytes=advance, journal=journal
         )
     if copied.non_finite and not plan.allow_nonfinite:
         raise _non_finite_error(copied.non_finite)

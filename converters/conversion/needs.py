@@ -8,7 +8,7 @@ from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.common.sizes import MIB
 from converters.containers.target import Target
 from converters.conversion.records import Needs, Plan
-from converters.engine.copy import UNIT_BYTES
+from converters.engine.units import UNIT_BYTES
 from converters.store.local_files import is_file, size
 from converters.store.location import Place, locate
 from converters.store.outputs import outputs_at

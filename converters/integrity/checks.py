@@ -11,8 +11,8 @@ from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.common.names import HF_CONFIG, MANIFEST
 from converters.containers.safetensors import index_remarks
-from converters.engine.copy import whole_row_units
 from converters.engine.read import BLOCK_BYTES, CatalogReader
+from converters.engine.units import whole_row_units
 from converters.families.registry import get_family
 from converters.integrity.verify_report import Check
 from converters.model.model_info import describes_model

@@ -9,8 +9,8 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.common.fold import fold_texts
 from converters.common.names import MANIFEST
 from converters.containers.registry import CONTAINERS
-from converters.engine.copy import whole_row_units
 from converters.engine.read import BLOCK_BYTES, CatalogReader
+from converters.engine.units import whole_row_units
 from converters.store.base import Store
 from converters.store.digest import TensorDigest
 from converters.store.manifest import DoAll, Manifest, TensorSum, changed_since, check_files, in_threads

@@ -34,13 +34,13 @@ KILLER = r"""
 import json, os, shutil, signal, sys, threading
 from pathlib import Path
 import converters.store.commit as committing
-import converters.engine.copy as copying
+import converters.engine.units as units
 from converters.store.commit import find_complete
 from converters.api import convert
 from converters.common.names import DCP_METADATA, MANIFEST
 
 work, asked, how, num_points = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-copying.BLOCK_BYTES = copying.UNIT_BYTES = 4096
+units.BLOCK_BYTES = units.UNIT_BYTES = 4096
 overwrite = how != "new"
 
 

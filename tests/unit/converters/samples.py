@@ -1,6 +1,7 @@
 """Small checkpoints of every kind, made by torch and safetensors themselves, and what is in them."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from converters.common.box import Box, TensorInfo
 from converters.common.dtypes import DTYPES
 from converters.containers.target import Target
-from converters.engine.copy import CopyResult, copy_tensors
+from converters.engine.copy import CopyResult, Processing, copy_tensors
 from converters.engine.read import CatalogReader
 from converters.store.folder_output import FolderOutput
 from converters.store.manifest import TensorSum
@@ -109,7 +110,8 @@ def write(source, target: Target, folder: Path, *, in_order: bool = False, **opt
     """Copy and seal, as a conversion does, into a new folder, or `in_order` to one that can only be appended to."""
     folder.mkdir()
     output = AppendOnly(folder) if in_order else FolderOutput(folder)
-    result = copy_tensors(source, target, output, **options)
+    how = {field.name: options.pop(field.name) for field in fields(Processing) if field.name in options}
+    result = copy_tensors(source, target, output, Processing(**how), **options)
     sums = result.files | {name: write_file(output, name, data) for name, data in target.other_files.items()}
     assert {name: s.size for name, s in sums.items()} == dict(target.file_bytes)
     tensors = {f: TensorSum(i.dtype, i.shape, result.digests.get(f, "")) for f, i in target.tensors.items()}

@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import converters.engine.copy as copying
+import converters.engine.units as units
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.diff import diff
 from converters.families.registry import get_family, read_hf_config
@@ -444,8 +444,8 @@ def test_diff_explains_what_was_mixed_up(hf, dcp, tmp_path):
 
 @pytest.mark.parametrize("form", ["stack", "unstack", "fuse"])
 def test_an_interrupted_run_goes_on_where_it_ended(hf, dcp, form, tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr(copying, "UNIT_BYTES", 4096)
+    monkeypatch.setattr(units, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(units, "UNIT_BYTES", 4096)
     src, to, options = {
         "stack": (hf, "dcp", OutputOptions()),
         "unstack": (dcp, "hf", OutputOptions()),

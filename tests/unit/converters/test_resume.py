@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import converters.engine.copy as copying
+import converters.engine.units as units
 import converters.store.commit as committing
 from converters.common.errors import CheckpointError
 from converters.common.names import JOURNAL, MANIFEST
@@ -33,8 +33,8 @@ BLOCK = 4096
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(copying, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(copying, "UNIT_BYTES", BLOCK)
+    monkeypatch.setattr(units, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(units, "UNIT_BYTES", BLOCK)
 
 
 @pytest.fixture

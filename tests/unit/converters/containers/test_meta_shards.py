@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import converters.engine.copy as copying
+import converters.engine.units as units
 from converters.common.box import Box
 from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.containers import meta_shards
@@ -183,8 +183,8 @@ def test_neither_blocks_nor_the_source_s_layout_matter(release, tmp_path, monkey
     root, _ = release
     options = OutputOptions(num_shards=4)
     convert(root / "hf", tmp_path / "whole", to="meta", options=options)
-    monkeypatch.setattr(copying, "BLOCK_BYTES", block_bytes)  # parts of rows, single rows, a few rows
-    monkeypatch.setattr(copying, "UNIT_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(units, "BLOCK_BYTES", block_bytes)  # parts of rows, single rows, a few rows
+    monkeypatch.setattr(units, "UNIT_BYTES", 2 * block_bytes)
     convert(tmp_path / "whole", tmp_path / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=3, tp=2)))
     convert(tmp_path / "dcp", tmp_path / "blocks", to="meta", options=options)
     assert files_in(tmp_path / "blocks") == files_in(tmp_path / "whole")
@@ -192,8 +192,8 @@ def test_neither_blocks_nor_the_source_s_layout_matter(release, tmp_path, monkey
 
 @pytest.mark.parametrize("stop_after", [1, 40, 100])
 def test_a_stopped_conversion_resumes_to_the_same_shards(llama3, tmp_path, monkeypatch, stop_after):
-    monkeypatch.setattr(copying, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(copying, "UNIT_BYTES", 4096)
+    monkeypatch.setattr(units, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(units, "UNIT_BYTES", 4096)
     options, steps = OutputOptions(num_shards=4), []
 
     def advance(num_bytes):

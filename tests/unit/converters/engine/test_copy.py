@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-import converters.engine.copy as copying
+import converters.engine.units as units
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.safetensors_write import plan_safetensors
-from converters.engine.copy import MOST_BYTES, copy_tensors, whole_row_units
+from converters.engine.copy import Processing, copy_tensors
+from converters.engine.units import MOST_BYTES, whole_row_units
 from converters.source.open import open_checkpoint
 from converters.store.digest import TensorDigest
 from converters.store.folder_output import FolderOutput
@@ -43,7 +44,7 @@ def test_an_overflow_is_an_error_that_names_all_tensors(tmp_path, to, large):
     arrays["a"][1, 1] = arrays["c"][0, 2] = arrays["c"][2, 2] = large
     target = plan_safetensors({name: TensorInfo(to, (3, 3)) for name in "abc"})
     with pytest.raises(CheckpointError, match=rf"(?s)a: 1 value does not fit {to}.*c: 2 values"):
-        copy_tensors(Arrays(**arrays), target, FolderOutput(tmp_path), casts=dict.fromkeys("abc", to))
+        copy_tensors(Arrays(**arrays), target, FolderOutput(tmp_path), Processing(dict.fromkeys("abc", to)))
 
 
 def test_infinities_that_were_there_are_counted_and_no_overflow(tmp_path):
@@ -70,7 +71,7 @@ def test_what_does_not_match_is_reported_before_anything_is_written(tmp_path):
         copy_tensors(source, target, FolderOutput(tmp_path))
     with pytest.raises(UnsupportedError, match="n: int64 to float32"):
         only = plan_safetensors({"n": TensorInfo("float32", (2,))})
-        copy_tensors(Arrays(n=np.zeros(2, "int64")), only, FolderOutput(tmp_path), casts={"n": "float32"})
+        copy_tensors(Arrays(n=np.zeros(2, "int64")), only, FolderOutput(tmp_path), Processing({"n": "float32"}))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,8 +79,8 @@ def test_what_does_not_match_is_reported_before_anything_is_written(tmp_path):
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("block_bytes", [8 << 20, 100])
 def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, workers, block_bytes, in_order):
-    monkeypatch.setattr(copying, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(copying, "UNIT_BYTES", 3 * block_bytes)
+    monkeypatch.setattr(units, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(units, "UNIT_BYTES", 3 * block_bytes)
     generator = np.random.default_rng(0)
     arrays = {
         "long_rows": generator.normal(size=(3, 70)).astype("float32"),
@@ -160,7 +161,7 @@ def test_memory_is_a_few_blocks_for_each_worker(tmp_path, shape, workers, in_ord
     tracemalloc.start()
     casts = {"w": "bfloat16"}
     output = AppendOnly(tmp_path) if in_order else FolderOutput(tmp_path)
-    copy_tensors(source, target, output, casts=casts, workers=workers, check_source=lambda found: None)
+    copy_tensors(source, target, output, Processing(casts, check_source=lambda found: None), workers=workers)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     waiting = 8 * (2 * workers + 1) if in_order else 0  # units of 8 MiB whose turn has not come

@@ -2,7 +2,7 @@
 
 import pytest
 
-import converters.engine.copy as copying
+import converters.engine.units as units
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import MANIFEST
 from converters.formats.base import OutputOptions
@@ -89,8 +89,8 @@ def test_an_interrupted_conversion_leaves_nothing(llama, place, tmp_path, monkey
 
 
 def test_whole_files_are_kept_and_resumed(llama, place, tmp_path, monkeypatch, puts):
-    monkeypatch.setattr(copying, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(copying, "UNIT_BYTES", 4096)
+    monkeypatch.setattr(units, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(units, "UNIT_BYTES", 4096)
     options = OutputOptions(shard_bytes=40_000)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("converters.conversion.execute.write_manifest", _interrupt)

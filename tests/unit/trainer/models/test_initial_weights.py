@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from converters.common.box import Box
-from converters.engine import copy
+from converters.engine import units
 from converters.families.llama3 import FLAVORS, parameters
 from converters.families.parameters import Parameter, Role
 from converters.families.qwen3 import QWEN3
@@ -65,8 +65,8 @@ def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(initial_weights, "_draw", counted)
     monkeypatch.setattr(initial_weights, "BLOCK_ELEMENTS", 100 * 128)
-    monkeypatch.setattr(copy, "BLOCK_BYTES", 17 * 128 * 4)
-    monkeypatch.setattr(copy, "UNIT_BYTES", 8 * 17 * 128 * 4)
+    monkeypatch.setattr(units, "BLOCK_BYTES", 17 * 128 * 4)
+    monkeypatch.setattr(units, "UNIT_BYTES", 8 * 17 * 128 * 4)
     seed(resolve_job(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64))), tmp_path / "seed")
     assert len(drawn) < 1.2 * len(set(drawn))
 
