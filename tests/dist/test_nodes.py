@@ -67,9 +67,12 @@ class Agents:
         return [json.loads((self.folder / f"agent-{n}").read_text()) for n in range(len(self.processes))]
 
     def wait_for(self, name):
+        self.wait_until((self.folder / name).exists)
+
+    def wait_until(self, is_true):
         until = time.monotonic() + ENOUGH_SECS
-        while not (self.folder / name).exists():
-            assert time.monotonic() < until, f"no {name}"
+        while not is_true():
+            assert time.monotonic() < until
             time.sleep(0.02)
 
 
@@ -97,18 +100,16 @@ def _run_agent(launch, result):
 
 def test_ranks_of_all_nodes_are_one_job_and_the_host_has_the_first(agents):
     hosts = agents.start(num_nodes=2, nproc=2)
-    time.sleep(0.5)
+    agents.wait_until(lambda: _answers(agents.port))
     other = agents.start(num_nodes=2, nproc=2)
     assert agents.results() == [[0, ""], [0, ""]]
     ranks = [json.loads((agents.folder / f"rank-{rank}").read_text()) for rank in range(4)]
     assert [rank[:4] for rank in ranks] == [[4, 0, 2, 0], [4, 1, 2, 0], [4, 0, 2, 1], [4, 1, 2, 1]]
-    parents = [rank[4] for rank in ranks]
-    assert {*parents} == {hosts.pid, other.pid} and parents[:2] == [parents[0]] * 2
-    assert parents[0] == _host_of(agents)
+    assert [rank[4] for rank in ranks] == [hosts.pid] * 2 + [other.pid] * 2
 
 
 def _host_of(agents):
-    """The process that said that it hosts the store: the first rank's group is its own."""
+    """The process id of the agent that hosts the store: the parent of the first rank."""
     return json.loads((agents.folder / "rank-0").read_text())[4]
 
 
@@ -151,17 +152,14 @@ raise NumericalFault("loss is nan")"""
     agents.wait_for("rank-0"), agents.wait_for("rank-1")
     hosts = {process.pid: process for process in (first, second)}[_host_of(agents)]
     hosts.join(ENOUGH_SECS)
-    time.sleep(0.5)
+    time.sleep(2)  # torch's handler asks the store once a second
     (agents.folder / "ended").touch()
     assert agents.results() == [[4, "loss is nan"], [4, "loss is nan"]]
 
 
 def test_a_stop_request_ends_the_waiting_for_other_nodes(agents, tmp_path):
     process = agents.start()
-    until = time.monotonic() + ENOUGH_SECS
-    while not _answers(agents.port):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    agents.wait_until(lambda: _answers(agents.port))
     time.sleep(1)
     os.kill(process.pid, signal.SIGTERM)
     assert agents.results() == [[75, "stopped on request while starting: there was nothing to save yet"]]
