@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -31,6 +31,7 @@ _RAW: dict[int, np.dtype[Any]] = {
     16: np.dtype("c16"),
 }
 _ReadInto = Callable[[int, memoryview], None]  # fills a buffer with a file's bytes from an offset on
+_OnRead = Callable[[str, int, memoryview], None]  # gets file, offset and bytes
 
 
 class CatalogReader:
@@ -48,7 +49,7 @@ class CatalogReader:
                 self._identities[name] = self._store.identity(name)
         self._used: set[str] = set()
         self._place = cache(lambda name: catalog.location / name)
-        self.on_read: Callable[[str, int, memoryview], None] | None = None  # gets file, offset and bytes of each read
+        self.on_read: _OnRead | None = None  # called for each read of a tensor
         self._indexes: dict[str, BoxIndex] = {}
         self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
 
@@ -94,7 +95,7 @@ class CatalogReader:
                 inner = zip(common.offsets, chunk.box.offsets, chunk.strides, strict=True)
                 start = chunk.byte_offset + sum((a - b) * stride for a, b, stride in inner) * width
                 part = out[common.slices_within(box)] if box.sizes else out
-                _read_strided(partial(self._read_into, chunk.file, fqn), start, chunk.strides, part)
+                _read_strided(self._reading(chunk.file, fqn, self.on_read), start, chunk.strides, part)
                 covered += common.num_elements
         if covered != out.size:
             raise CheckpointError(
@@ -103,22 +104,25 @@ class CatalogReader:
         values: np.ndarray[Any, Any] = out.view(numpy_dtype(entry.dtype))
         return values
 
-    def _read_into(self, file: str, fqn: str, start: int, view: memoryview) -> None:
-        self._fill(file, fqn, start, view)
-        if self.on_read is not None:
-            self.on_read(file, start, view)
-
-    def _fill(self, file: str, fqn: str, start: int, view: memoryview) -> None:
-        """Fill a buffer from a file, which must be what it was when this reader was made. Errors name the tensor."""
-        if file not in self._used:
+    def _reading(self, file: str, fqn: str, on_read: _OnRead | None = None) -> _ReadInto:
+        """The function that reads a file for an entry, which errors name."""
+        if file not in self._used:  # it must be what it was when this reader was made
             identity = self._store.identity(file)
             if self._identities.setdefault(file, identity) != identity:
                 raise self._changed(file)
             self._used.add(file)
-        try:
-            self._store.read_into(file, start, view)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error.message} ({fqn})", hint=error.hint, tries=error.tries) from error.__cause__
+        read = self._store.read_into
+
+        def read_into(start: int, view: memoryview) -> None:
+            try:
+                read(file, start, view)
+            except CheckpointError as error:
+                message = f"{error.message} ({fqn})"
+                raise CheckpointError(message, hint=error.hint, tries=error.tries) from error.__cause__
+            if on_read is not None:
+                on_read(file, start, view)
+
+        return read_into
 
     def located(self, fqn: str, chunk: Chunk) -> Chunk:
         """The chunk with its byte offset, strides and CRC; opens its DCP item the first time."""
@@ -155,7 +159,7 @@ class CatalogReader:
         """The bytes of a non-tensor entry, undecoded (see dcp_item.read_blob_item)."""
         blob = self.catalog.blobs[fqn]
         data = bytearray(blob.length)
-        self._fill(blob.file, fqn, blob.byte_offset, memoryview(data))
+        self._reading(blob.file, fqn)(blob.byte_offset, memoryview(data))
         return bytes(data)
 
     def blob_problems(self, fqn: str) -> list[str]:
@@ -188,10 +192,11 @@ class CatalogReader:
 
     def _crc32(self, file: str, offset: int, length: int, *, what: str) -> int:
         """The CRC32 of a part of a file, read block by block."""
+        read_into = self._reading(file, what)
         crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
         for position in range(0, length, BLOCK_BYTES):
             part = buffer[: min(BLOCK_BYTES, length - position)]
-            self._fill(file, what, offset + position, part)
+            read_into(offset + position, part)
             crc = crc32(part, crc)
         return crc
 

@@ -46,18 +46,19 @@ class FolderStore:
         return status.st_size, status.st_mtime_ns
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        path, position = self._root / name, 0
+        file = self._files.get(name)
         try:
-            with self._files.use(name) as descriptor:
-                while position < len(buffer):
-                    num_read = os.preadv(descriptor, [buffer[position:]], start + position)
-                    if num_read == 0:
-                        raise CheckpointError(
-                            f"{path}: the file ends at byte {start + position}, in the middle of the data"
-                        )
-                    position += num_read
+            position = os.preadv(file.descriptor, [buffer], start)
+            while position < len(buffer):
+                num_read = os.preadv(file.descriptor, [buffer[position:]], start + position)
+                if num_read == 0:
+                    end = start + position
+                    raise CheckpointError(
+                        f"{self._root / name}: the file ends at byte {end}, in the middle of the data"
+                    )
+                position += num_read
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+            raise CheckpointError(f"{self._root / name}: cannot be read ({error.strerror})") from error
 
     def local(self, names: Iterable[str] = ()) -> Path:
         """The folder itself: nothing is copied."""
