@@ -1,7 +1,7 @@
 """Public Python API for checkpoints: convert, reshard, verify, compare, inspect and read; register a model family.
 
 A checkpoint is a path, the name of a model that the hub's cache has (`meta-llama/Llama-3.2-1B`, `NAME@REVISION`), or a
-URI of a store that `register_store` has added.
+URI of a store that `register_store` has added (and `register_outputs`, to write there).
 Importing it does not import torch. Functions raise the errors of this module, all of them subclasses of TitanError.
 """
 
@@ -46,6 +46,8 @@ from converters.source.weights import NativeWeights, open_native
 from converters.store.base import Store, register_store
 from converters.store.hub_names import find_local
 from converters.store.location import Location, Place, locate
+from converters.store.output import Output, Outputs
+from converters.store.outputs import register_outputs
 from converters.verify import verify as _verify
 
 __all__ = [
@@ -55,7 +57,7 @@ __all__ = [
     "RopeScaling", "LinearRope", "DynamicRope", "YarnRope", "rope_of", "dense_block",
     "Parameter", "Role", "parameters_of", "layer_parameters", "with_ends",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
-    "Drop", "register_store", "Location", "Store", "Place",
+    "Drop", "register_store", "register_outputs", "Location", "Store", "Output", "Outputs", "Place",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 

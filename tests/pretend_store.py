@@ -22,12 +22,13 @@ from converters.store.commit import CHECKPOINT_MARKS
 from converters.store.journal import Journal
 from converters.store.location import Location
 from converters.store.mirror import copy_small_files, new_mirror
-from converters.store.output import Claimed, can_resume
+from converters.store.output import Claimed, Locked, can_resume
 from converters.store.outputs import register_outputs
 from converters.store.paths import NotAFile
 
 SCHEME = "pretend"
 ROOT = "TITAN_PRETEND_STORE"  # the environment variable that names the folder
+UNFINISHED = ".unfinished"
 _IDENTITY_BYTES = 32
 
 
@@ -156,16 +157,46 @@ def open_pretend(location: Location) -> tuple[Store, str]:
     return PretendStore(location), ""
 
 
+class UnfinishedStore(PretendStore):
+    """Reads an output before its marker is there."""
+
+    def __init__(self, location: Location, marker: str):
+        super().__init__(location)
+        self._marker = marker
+
+    def walk(self) -> list[str]:
+        return [name.removesuffix(UNFINISHED) for name in super().walk()]
+
+    def size(self, name: str) -> int:
+        return super().size(self._held(name))
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        super().read_into(self._held(name), start, buffer)
+
+    def _held(self, name: str) -> str:
+        return name + UNFINISHED if name == self._marker else name
+
+
 class PretendOutput:
     """Objects below a location; the last one of `files` appears when the output is committed."""
 
     offset_files = None
 
-    def __init__(self, location: Location, marker: str, *, is_file: bool = False):
-        self.folder = Path(tempfile.mkdtemp(prefix="titan-pretend-"))
-        self._location, self._marker, self._is_file = location, marker, is_file
+    def __init__(self, location: Location, marker: str, *, is_file: bool = False, is_shared: bool = False):
+        """`is_shared`: other processes read what will be the marker, as another object, before the commit."""
+        self._location, self._marker, self._is_file, self._is_shared = location, marker, is_file, is_shared
+        self._folder: Path | None = None
         self._objects, self._held = Objects(), dict[str, Upload]()
         self._names: set[str] = set()
+
+    @property
+    def folder(self) -> Path:
+        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="titan-pretend-"))
+        return self._folder
+
+    @property
+    def store(self) -> PretendStore:
+        return UnfinishedStore(self._location, self._marker)
 
     def _key(self, name: str) -> str:
         return key_of(self._location) if self._is_file else f"{key_of(self._location)}/{name}"
@@ -179,7 +210,9 @@ class PretendOutput:
             upload.abort()
             raise
         self._names.add(name)
-        if name == self._marker:
+        if name == self._marker and self._is_shared:
+            self._objects.put(self._key(name + UNFINISHED), upload)
+        elif name == self._marker:
             self._held[name] = upload
         elif self._is_file:
             upload.abort()
@@ -196,7 +229,8 @@ class PretendOutput:
 
     def names(self) -> list[str]:
         below = () if self._is_file else self._objects.keys(self._key(""))
-        return sorted(self._names | {key.removeprefix(self._key("")) for key in below})
+        names = self._names | {key.removeprefix(self._key("")) for key in below}
+        return sorted(name for name in names if not name.endswith(UNFINISHED))
 
     def replace(self, name: str, data: bytes) -> None:
         with self.create(name) as file:
@@ -205,16 +239,24 @@ class PretendOutput:
     def commit(self, *, overwrite: bool) -> None:
         for name, upload in self._held.items():
             self._objects.put(self._key(name), upload)
+        if self._is_shared:
+            unfinished, upload = self._key(self._marker + UNFINISHED), self._objects.upload()
+            upload.write(self._objects.read(unfinished, 0, self._objects.size(unfinished)))
+            self._objects.put(self._key(self._marker), upload)
+            self._objects.delete(unfinished)
         shutil.rmtree(self.folder)
 
     def abort(self) -> None:
         """Forget what is no object yet."""
         for upload in self._held.values():
             upload.abort()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def discard(self) -> None:
         self.abort()
+        if self._is_shared:
+            remove(self._location)
         for name in self._names:
             self._objects.delete(self._key(name))
 
@@ -272,6 +314,43 @@ class PretendOutputs:
             raise
         finally:
             journal.close()
+
+    def prepare(self, location: Location, identifier: str) -> None:
+        remove(location)
+
+    def shared(self, location: Location, identifier: str, *, marker: str) -> PretendOutput:
+        return PretendOutput(location, marker, is_shared=True)
+
+    @contextmanager
+    def lock(self, folder: Location, name: str, *, owner: str, patience_secs: float) -> Iterator[None]:
+        try:
+            journal = Journal(_journal_of(folder / name))
+        except CheckpointError as error:
+            raise Locked(owner) from error
+        try:
+            yield
+        finally:
+            journal.close()
+
+    def names(self, folder: Location) -> list[str]:
+        return PretendStore(folder).names()
+
+    def is_present(self, location: Location) -> bool:
+        return bool(Objects().keys(key_of(location)))
+
+    def is_no_folder(self, location: Location) -> bool:
+        return Objects().size(key_of(location)) is not None
+
+    def free_bytes(self, location: Location) -> int:
+        return 1 << 60
+
+    def remove(self, location: Location) -> None:
+        remove(location)
+
+    def sweep(self, folder: Location) -> None:
+        for name in self.names(folder):
+            if name.endswith("/") and MANIFEST not in self.names(folder / name[:-1]):
+                remove(folder / name[:-1])
 
 
 def remove(location: Location) -> None:

@@ -55,7 +55,7 @@ def estimate_needs(dst: Place, plan: Plan, *, workers: int) -> Needs:
     disk_bytes = needed_bytes(plan.target, plan.carried)
     outputs, location = outputs_at(locate(dst)), locate(dst)
     # The output is made in the parent of `dst`. Raises if nothing can be written there.
-    free_bytes = outputs.require_space(location.parent, 0)
+    free_bytes = outputs.require_space(location.absolute().parent, 0)
     worker_bytes = TRANSPOSING_WORKER_BYTES if transposes else WORKER_BYTES
     if outputs.only_appends:
         worker_bytes += 2 * UNIT_BYTES  # values that wait for those before them

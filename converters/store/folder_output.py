@@ -10,6 +10,8 @@ import ctypes
 import errno
 import os
 import shutil
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,7 +22,7 @@ from uuid import uuid4
 from xxhash import xxh3_64_hexdigest
 
 from converters.common.errors import CheckpointError
-from converters.common.names import JOURNAL, TEMPORARY_PREFIX
+from converters.common.names import ASIDE_PREFIX, JOURNAL, TEMPORARY_PREFIX, step_of
 from converters.common.threads import deferred_signals
 from converters.store.commit import (
     CHECKPOINT_MARKS,
@@ -29,12 +31,17 @@ from converters.store.commit import (
     fsync_folder,
     new_staging,
     require_space,
+    sweep_staging,
 )
+from converters.store.file_lock import lock_file
+from converters.store.folder import FolderStore
 from converters.store.journal import Journal
 from converters.store.location import Location
 from converters.store.open_files import OpenFiles
-from converters.store.output import Claimed, can_resume
+from converters.store.output import Claimed, Locked, can_resume
 from converters.store.replace_file import fsync, replacing
+
+_RETRY_SECS = 0.1
 
 
 class FolderOutput:
@@ -48,9 +55,12 @@ class FolderOutput:
         self._destination = destination or staging
         self._is_file = is_file
 
+    @property
+    def store(self) -> FolderStore:
+        return FolderStore(self.folder)
+
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """A new file that is on the disk when the block ends."""
         with (self.folder / name).open("xb") as file:
             yield file
             file.flush()
@@ -121,8 +131,8 @@ class FolderOutputs:
         check_destination(location.path, overwrite=overwrite, marks=marks)
 
     def require_space(self, location: Location, num_bytes: int) -> int:
-        path = location.path.absolute()
-        return require_space(path.parent if path.is_file() else path, num_bytes)
+        path = location.path
+        return require_space(path.absolute().parent if path.is_file() else path, num_bytes)
 
     def bytes_left_behind(self, location: Location) -> int:
         dst = location.path
@@ -150,6 +160,72 @@ class FolderOutputs:
         finally:
             if claimed is not None:
                 claimed.journal.close()
+
+    def prepare(self, location: Location, identifier: str) -> None:
+        new_staging(location.path, identifier)
+
+    def shared(self, location: Location, identifier: str, *, marker: str) -> FolderOutput:
+        destination = location.path
+        return FolderOutput(destination.absolute().parent / f"{TEMPORARY_PREFIX}{identifier}", destination)
+
+    @contextmanager
+    def lock(self, folder: Location, name: str, *, owner: str, patience_secs: float) -> Iterator[None]:
+        # The file stays: deleting it would allow two holders, one that opened the old file and one that creates a new.
+        path = folder.path
+        path.mkdir(parents=True, exist_ok=True)
+        with (path / name).open("a+") as file:
+            deadline = time.monotonic() + patience_secs
+            while not _is_taken(file.fileno()):
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise Locked(file.read().strip())
+                time.sleep(_RETRY_SECS)
+            file.truncate(0)
+            print(owner, file=file, flush=True)
+            yield
+
+    def names(self, folder: Location) -> list[str]:
+        path = folder.path
+        if not path.is_dir():
+            return []
+        return sorted(f"{p.name}/" if p.is_dir() and not p.is_symlink() else p.name for p in path.iterdir())
+
+    def is_present(self, location: Location) -> bool:
+        try:
+            return location.path.exists()
+        except OSError:  # NFS answers ESTALE for a folder that was just made
+            return False
+
+    def is_no_folder(self, location: Location) -> bool:
+        return location.path.exists() and not location.path.is_dir()
+
+    def free_bytes(self, location: Location) -> int:
+        path = location.path.absolute()
+        return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+
+    def remove(self, location: Location) -> None:
+        # Renamed first: an interrupted removal leaves a temporary folder, not half a checkpoint.
+        doomed = location.path.with_name(f"{TEMPORARY_PREFIX}{uuid4().hex}")
+        location.path.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def sweep(self, folder: Location) -> None:
+        path = folder.path
+        for name in self.names(folder):
+            if name.startswith(ASIDE_PREFIX) and step_of(name.removeprefix(ASIDE_PREFIX).rstrip("/")) is not None:
+                aside, step = path / name, path / name.removeprefix(ASIDE_PREFIX)
+                shutil.rmtree(aside) if step.exists() else aside.rename(step)
+        sweep_staging(path)
+
+
+def _is_taken(descriptor: int) -> bool:
+    """Try to take the lock; True, with a warning, on file systems without locks, as some Lustre mounts."""
+    try:
+        if not lock_file(descriptor):
+            print("WARNING: a second run in this folder cannot be detected: no file locks here", file=sys.stderr)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _prefix(dst: Path) -> str:

@@ -4,14 +4,16 @@ outputs.py finds who makes the outputs of a location; those of paths are in fold
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol
 
 from converters.common.crc import crc32
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import MANIFEST
+from converters.store.base import Store
 from converters.store.commit import CHECKPOINT_MARKS
 from converters.store.journal import Journal
 from converters.store.location import Location
@@ -51,13 +53,18 @@ class Output(Protocol):
     def offset_files(self) -> OffsetFiles | None:
         """None if files can only be appended to."""
 
+    @property
+    def store(self) -> Store:
+        """Reads what was written, in any process that writes the output."""
+
     def create(self, name: str) -> AbstractContextManager[NewFile]:
-        """A new file, which is one of the output once the block ends without an error."""
+        """A new file, which is one of the output once the block ends without an error. It is on the disk then."""
 
     def identity(self, name: str) -> tuple[str | int, ...] | None:
         """What tells that a written file was replaced; None if there is no such file."""
 
-    def add_small_files(self) -> None: ...
+    def add_small_files(self) -> None:
+        """Take the files that were written into `folder`."""
 
     def names(self) -> list[str]:
         """All files that were written, with `/` if they are in folders, sorted."""
@@ -110,6 +117,47 @@ class Outputs(Protocol):
         it is created last. `is_file`: the location is that of the only file, and nothing else is committed.
         """
 
+    def prepare(self, location: Location, identifier: str) -> None:
+        """Begin an output that several processes write together. One of them calls this first."""
+
+    def shared(self, location: Location, identifier: str, *, marker: str) -> Output:
+        """The output that was prepared with this identifier. `marker`: the file that is created last (see `claim`)."""
+
+    def lock(self, folder: Location, name: str, *, owner: str, patience_secs: float) -> AbstractContextManager[None]:
+        """Lock a folder of checkpoints, which is created if it does not exist, for one run; `owner` is for messages.
+
+        Raises Locked if another process still holds the lock after `patience_secs`. It is released when its holder
+        ends, whatever ends it.
+        """
+
+    def names(self, folder: Location) -> list[str]:
+        """The names in a folder, those of folders with a `/` at the end; none if there is no such folder.
+
+        A link is no folder.
+        """
+
+    def is_present(self, location: Location) -> bool:
+        """Whether there is a folder or a file."""
+
+    def is_no_folder(self, location: Location) -> bool:
+        """Whether there is something that is no folder."""
+
+    def free_bytes(self, location: Location) -> int:
+        """The free bytes of the disk that a location is on, or will be."""
+
+    def remove(self, location: Location) -> None:
+        """Delete a checkpoint, so that it is none at once."""
+
+    def sweep(self, folder: Location) -> None:
+        """Remove what killed writers have left in a folder that one run owns, and complete replacements.
+
+        A checkpoint that was aside (`ASIDE_PREFIX` before its name) takes its place again if that is empty.
+        """
+
+
+class Locked(Exception):
+    """Another process holds a lock; the text is what it says of itself."""
+
 
 def can_resume(error: BaseException) -> bool:
     """Whether what was written is valid although the conversion ended: after an interrupt, or a full disk."""
@@ -117,15 +165,25 @@ def can_resume(error: BaseException) -> bool:
 
 
 class SummedFile:
-    """Counts and sums the bytes that go into a new file."""
+    """A new file that counts and sums the bytes that go into it. Use as a context manager."""
 
-    def __init__(self, file: NewFile):
-        self.sum = FileSum(0, 0)
-        self._file = file
+    def __init__(self, output: Output, name: str):
+        self.name, self.size, self.crc32 = name, 0, 0
+        self._stack, self._output = ExitStack(), output
+
+    def __enter__(self) -> "SummedFile":
+        self._file = self._stack.enter_context(self._output.create(self.name))
+        return self
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
-        self.sum = FileSum(self.sum.size + len(data), crc32(data, self.sum.crc32))
+        self.size += len(data)
+        self.crc32 = crc32(data, self.crc32)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
 
 def write_file(output: Output, name: str, data: bytes) -> FileSum:

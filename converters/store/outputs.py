@@ -1,6 +1,7 @@
 """Who makes the outputs of a location: of a path, the folder's; of a URI, what is registered for its scheme."""
 
 from converters.common.errors import UnsupportedError
+from converters.common.extensions import check_attributes
 from converters.store.folder_output import FolderOutputs
 from converters.store.location import Location
 from converters.store.output import Outputs
@@ -9,7 +10,9 @@ _OUTPUTS: dict[str, Outputs] = {}
 
 
 def register_outputs(scheme: str, outputs: Outputs) -> None:
-    """Write to locations `scheme://…` with the outputs that `outputs` makes."""
+    """Write to locations `scheme://…` with the outputs that `outputs` makes (output.Outputs says what it needs)."""
+    needed = [name for name in vars(Outputs) if not name.startswith("_")]
+    check_attributes(outputs, needed, f"what makes the outputs of {scheme}://")
     _OUTPUTS[scheme] = outputs
 
 

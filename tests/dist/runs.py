@@ -22,6 +22,7 @@ from converters.common.errors import TitanError
 from converters.diff import diff
 from converters.engine.read import CatalogReader
 from converters.store.location import Place
+from converters.store.output import SummedFile
 from tests import pretend_store
 from tests.dist import slow_saver
 from trainer.build import build
@@ -351,7 +352,7 @@ def first_losses_from_a_store(config: Config, places: dict[str, Place], root: Pa
 
 def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:
     """A case of a run that saves in the background, where the disk is as tests/dist/slow_saver.py has it."""
-    kept = checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM
+    kept = checkpoint_io.CheckpointWriter.write_data, SummedFile.write, checkpoint_async.PROGRAM
     if how and config.checkpoint.async_mode == "async":
         getattr(slow_saver.Slow, how)()
     elif how:
@@ -359,7 +360,7 @@ def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:
     try:
         return case(config)
     finally:
-        checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM = kept
+        checkpoint_io.CheckpointWriter.write_data, SummedFile.write, checkpoint_async.PROGRAM = kept
 
 
 def run_beside(config: Config, how: str = "") -> tuple[str, str]:

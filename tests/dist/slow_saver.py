@@ -4,9 +4,10 @@ import os
 import sys
 import time
 
+from converters.store.folder_output import FolderOutput
+from converters.store.output import SummedFile
 from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints import process as checkpoint_process
-from trainer.checkpoints import write as checkpoint_write
 
 
 class Slow:
@@ -26,14 +27,14 @@ class Slow:
     @staticmethod
     def full(on_rank: int = 1) -> None:
         """No space is left, for one rank alone."""
-        write = checkpoint_io._SyncedFile.write
+        write = SummedFile.write
 
         def fail(self, data):
             if self.name.startswith(f"__{on_rank}_"):
                 raise OSError(28, "No space left on device")
             write(self, data)
 
-        checkpoint_io._SyncedFile.write = fail
+        SummedFile.write = fail
 
     @staticmethod
     def full_after_a_while() -> None:
@@ -44,13 +45,13 @@ class Slow:
     @staticmethod
     def stuck_in_commit() -> None:
         """The last moment before the second save's rename never ends."""
-        commit = checkpoint_write.commit
+        commit = FolderOutput.commit
 
         def stay(*args, **kwargs):
-            checkpoint_write.commit = lambda *args, **kwargs: time.sleep(1000)
+            FolderOutput.commit = lambda *args, **kwargs: time.sleep(1000)
             commit(*args, **kwargs)
 
-        checkpoint_write.commit = stay
+        FolderOutput.commit = stay
 
     @staticmethod
     def stuck_in_data() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,48 +10,48 @@ import pytest
 import torch.distributed as dist
 
 from converters.common.names import RUN_LOCK
+from converters.store.folder_output import FolderOutput
 from tests.dist import runs
 from trainer.checkpoints import shared_folder
 
 
 def run_on_nodes(config, folders, fault="") -> str:
     """Case: a run whose ranks are on nodes of their own, each with its own folder; the error it ends with, if any."""
-    rank, originals = dist.get_rank(), (shared_folder.PATIENCE_SECS, shared_folder.socket.gethostname, Path.touch)
+    rank, create = dist.get_rank(), FolderOutput.create
+    originals = shared_folder.PATIENCE_SECS, shared_folder.socket.gethostname
     shared_folder.PATIENCE_SECS = 0.3
     shared_folder.socket.gethostname = lambda: f"node-{rank}"
 
-    def read_only(path, *args, **keys):
-        if path.parent.name.startswith(".tmp-"):
-            raise OSError(30, "Read-only file system")
-        originals[2](path, *args, **keys)
+    def read_only(output, name):
+        raise OSError(30, "Read-only file system")
 
-    def lost(path, *args, **keys):
-        if not path.parent.name.startswith(".tmp-"):
-            originals[2](path, *args, **keys)
+    def lost(output, name):
+        return nullcontext()
 
     if fault and rank:
-        Path.touch = {"read-only": read_only, "lost": lost}[fault]
+        FolderOutput.create = {"read-only": read_only, "lost": lost}[fault]
     try:
         return runs.run(replace(config, job=replace(config.job, dump_folder=str(folders[rank]))))
     finally:
-        shared_folder.PATIENCE_SECS, shared_folder.socket.gethostname, Path.touch = originals
+        shared_folder.PATIENCE_SECS, shared_folder.socket.gethostname = originals
+        FolderOutput.create = create
 
 
 def run_on_a_stale_mount(config) -> str:
     """Case: NFS answers ESTALE for a folder that was just made, once on each rank; the error of the run, if any."""
-    whole, stale = Path.exists, []
+    whole, stale = os.stat, []
 
-    def exists(path, *args, **keys):
-        if path.parent.name.startswith(".tmp-") and not stale:
+    def stat(path, *args, **keys):
+        if Path(str(path)).parent.name.startswith(".tmp-") and not stale:
             stale.append(path)
             raise OSError(116, "Stale file handle")
         return whole(path, *args, **keys)
 
-    Path.exists = exists
+    os.stat = stat
     try:
         return runs.run(config) or ("" if stale else "nothing was asked")
     finally:
-        Path.exists = whole
+        os.stat = whole
 
 
 def files(folder: Path) -> list[str]:
@@ -112,6 +113,7 @@ def test_a_stale_handle_is_asked_again(pools, data, tmp_path):
 def test_files_that_do_not_appear_share_one_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_folder, "PATIENCE_SECS", 0.5)
     (tmp_path / "3").touch()
+    output = FolderOutput(tmp_path)
     started = time.monotonic()
-    assert shared_folder._missing(tmp_path, range(8)) == [0, 1, 2, 4, 5, 6, 7]
+    assert shared_folder._missing(output, range(8)) == [0, 1, 2, 4, 5, 6, 7]
     assert time.monotonic() - started < 3

@@ -28,8 +28,9 @@ def is_committed(phase: str, victim: int) -> bool:
 def kill_in(phase: str, victim: int, folder: Path, nth: int, rank: int) -> None:
     """Kill rank `victim` in a phase of the nth save; `rank` is this one. Files in `folder` tell ranks' process ids."""
     (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))
+    from converters.store import folder_output
+    from converters.store.folder_output import FolderOutput
     from trainer.checkpoints import io as checkpoint_io
-    from trainer.checkpoints import step_folders
     from trainer.checkpoints import write as checkpoint_write
 
     Writer = checkpoint_io.CheckpointWriter
@@ -73,26 +74,27 @@ def kill_in(phase: str, victim: int, folder: Path, nth: int, rank: int) -> None:
         case "metadata, no manifest":
             before(checkpoint_write, "_digest", here)
         case "manifest, no rename":
-            before(checkpoint_write, "commit", there)
+            before(FolderOutput, "commit", there)
         case "renamed, not reported":
-            commit = checkpoint_write.commit
+            commit = FolderOutput.commit
 
             def commit_and_die(*args, **keys):
                 commit(*args, **keys)
                 if is_due():
                     there()
 
-            checkpoint_write.commit = commit_and_die
+            FolderOutput.commit = commit_and_die
         case "committed, before the purge":
             before(checkpoint_write, "retire", there)
         case "in the purge":
 
-            def cut_off(path):
-                next(Path(path).glob("*.distcp")).unlink()
-                there()
-                shutil.rmtree(path)
+            def cut_off(path, **keys):
+                if data := next(Path(path).glob("*.distcp"), None):
+                    data.unlink()
+                    there()
+                shutil.rmtree(path, **keys)
 
-            step_folders.shutil = type("Shutil", (), {"rmtree": staticmethod(cut_off)})
+            folder_output.shutil = type("Shutil", (), {"rmtree": staticmethod(cut_off)})
 
 
 def _kill(process_id: int) -> None:

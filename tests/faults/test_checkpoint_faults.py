@@ -23,6 +23,7 @@ from converters.engine.read import CatalogReader
 from converters.families.llama3 import FLAVORS
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
+from converters.store.folder_output import FolderOutput
 from converters.store.manifest import check_files
 from tests.dist import runs
 from trainer.checkpoints import io as checkpoint_io
@@ -229,7 +230,7 @@ def test_one_failure_too_many_ends_the_run_and_what_was_saved_stays(
 @pytest.mark.parametrize("when", ["before a save", "in a save"])
 def test_a_folder_that_disappears_is_created_again_and_locked(group, data, whole, tmp_path, monkeypatch, when):
     """The state in memory is the only one then. Where nothing can be made there, it is a save that failed."""
-    folder, commit, room = tmp_path / "checkpoint", checkpoint_write.commit, Checkpoints.require_room
+    folder, commit, room = tmp_path / "checkpoint", FolderOutput.commit, Checkpoints.require_room
     num_calls, locked = 0, []
 
     def vanish_at_third():
@@ -239,7 +240,7 @@ def test_a_folder_that_disappears_is_created_again_and_locked(group, data, whole
             shutil.rmtree(folder)
 
     if when == "in a save":
-        monkeypatch.setattr(checkpoint_write, "commit", lambda *a, **k: (vanish_at_third(), commit(*a, **k)))
+        monkeypatch.setattr(FolderOutput, "commit", lambda *a, **k: (vanish_at_third(), commit(*a, **k)))
     else:
         have_folder = Checkpoints._have_folder
         monkeypatch.setattr(Checkpoints, "_have_folder", lambda *a, **k: (vanish_at_third(), have_folder(*a, **k)))

@@ -18,8 +18,8 @@ from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
-from converters.store.commit import require_space
 from converters.store.location import Location, Place, locate
+from converters.store.outputs import outputs_at
 from converters.tokenizers.assets import TOKEN_IDS
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
@@ -146,7 +146,7 @@ class Checkpoints:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
         place = locate(place)
         if not place.scheme:
-            require_seen(place.path, self._group)
+            require_seen(place, self._group)
         if self._settings.initial_load_model_only:
             saved_info = load_weights(place, state, info=self._info, settings=self._settings, group=self._group)
             self._keep_fields(saved_info)
@@ -186,7 +186,7 @@ class Checkpoints:
         keep = self._settings.keep_latest_k
         try:
             self._have_folder(state.model, model_only=model_only)
-            self._saver.save(StepToSave(step, self.folder, self._info, keep=keep, damaged=damaged), nested)
+            self._saver.save(StepToSave(step, locate(self.folder), self._info, keep=keep, damaged=damaged), nested)
         except SaveFailed as error:
             self._settle(error)
 
@@ -216,8 +216,11 @@ class Checkpoints:
         The state in memory may be the only copy left, so it is saved rather than lost.
         """
 
+        location = locate(self.folder)
+        outputs = outputs_at(location)
+
         def create_again() -> bool:
-            if self.folder.is_dir():
+            if outputs.is_present(location) and not outputs.is_no_folder(location):
                 return False
             note(f"WARNING: {self.folder} was REMOVED with its contents: it is created again, and used from now on")
             self._held.enter_context(only_run(self.folder))
@@ -232,8 +235,8 @@ class Checkpoints:
 
     def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:
         """Raise CheckpointError if the disk has no room for a checkpoint."""
-        num_bytes = self.bytes_of_step(model, model_only=model_only)
-        on_first(self._group, lambda: require_space(self.folder, num_bytes))
+        num_bytes, location = self.bytes_of_step(model, model_only=model_only), locate(self.folder)
+        on_first(self._group, lambda: outputs_at(location).require_space(location, num_bytes))
 
     def bytes_of_step(self, model: TrainModel, *, model_only: bool = False) -> int:
         """Approximate size of a checkpoint: the weights and their two moments."""

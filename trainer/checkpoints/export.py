@@ -13,7 +13,9 @@ from converters.conversion.records import Request, Run
 from converters.convert import convert
 from converters.formats.registry import get_format
 from converters.model.model_info import ModelInfo
-from converters.store.commit import require_space
+from converters.store.local_files import exists
+from converters.store.location import locate
+from converters.store.outputs import outputs_at
 from trainer.checkpoints.export_plan import export_folders, look_at_exports, refuse_others
 from trainer.config.sections import Checkpoint
 from trainer.observability.log import note
@@ -47,7 +49,7 @@ class Exports:
         """Raises what needs no weights, and returns the FQNs that an export has no name for: they must be zero."""
         num_bytes, without_place = look_at_exports(self._folders, self._info, dtype=self._dtype)
         for folder in self._folders.values():
-            require_space(folder, num_bytes + beside_bytes)
+            outputs_at(locate(folder)).require_space(locate(folder), num_bytes + beside_bytes)
         return without_place
 
     def make(self, checkpoint: Path, *, is_new: bool) -> None:
@@ -59,7 +61,7 @@ class Exports:
             on_first(self._group, partial(self._make, checkpoint, folder, kind, is_new=is_new))
 
     def _make(self, checkpoint: Path, folder: Path, kind: str, *, is_new: bool) -> None:
-        if folder.exists() and not is_new:
+        if exists(folder) and not is_new:
             note(f"{folder} exists already")
             return
         refuse_others(folder)

@@ -13,9 +13,10 @@ from converters.formats.base import Contents, OutputOptions
 from converters.formats.registry import get_format
 from converters.model.model_info import ModelInfo
 from converters.naming.foreign_view import foreign_view
-from converters.store.commit import check_destination
+from converters.store.local_files import names_in, stamp
 from converters.store.location import locate
 from converters.store.manifest import check_sizes, list_files
+from converters.store.outputs import outputs_at
 from converters.views.view import View
 from trainer.config.sections import Checkpoint
 from trainer.models.initial_weights import InitialWeights
@@ -60,8 +61,8 @@ def refuse_others(folder: Path) -> None:
     Unchanged means that it has exactly the files of its manifest, and that its editable files are not newer than the
     manifest, which is written last.
     """
-    check_destination(folder, overwrite=True)
-    if not folder.exists() or not any(folder.iterdir()):
+    outputs_at(locate(folder)).check(locate(folder), overwrite=True)
+    if not names_in(folder):
         return
     problems = _not_titans(folder)
     if problems:
@@ -83,7 +84,7 @@ def _not_titans(folder: Path) -> list[str]:
         return [f"it has no {MANIFEST}"]
     if manifest.accepted:
         return [f"it was changed after titan wrote it ({MANIFEST} was rewritten by titan verify --accept)"]
-    written, names = (folder / MANIFEST).stat().st_mtime_ns, list_files(folder)
+    (_, written, _), names = stamp(folder / MANIFEST), list_files(folder)
     added = [f"{name}: not written by titan" for name in names if name not in (*manifest.files, *EDITABLE)]
-    edited = [name for name in names if name in EDITABLE and (folder / name).stat().st_mtime_ns > written]
+    edited = [name for name in names if name in EDITABLE and stamp(folder / name)[1] > written]
     return added + [f"{name}: edited" for name in edited]

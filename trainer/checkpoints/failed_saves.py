@@ -1,11 +1,11 @@
 """Failed saves: a warning while few fail in a row, then an error; the same on all ranks. Torch-free."""
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 from converters.common.errors import CheckpointError
 from converters.common.sizes import format_bytes
+from converters.store.location import Place, locate
+from converters.store.outputs import outputs_at
 
 
 class SaveFailed(CheckpointError):
@@ -15,8 +15,8 @@ class SaveFailed(CheckpointError):
 class FailedSaves:
     """Counts failed saves in a row; more than `at_most` are fatal."""
 
-    def __init__(self, folder: Path, *, at_most: int, say: Callable[[str], None]):
-        self._folder, self._at_most, self._say = folder, at_most, say
+    def __init__(self, folder: Place, *, at_most: int, say: Callable[[str], None]):
+        self._folder, self._at_most, self._say = locate(folder), at_most, say
         self._in_a_row = 0
 
     def is_fatal(self, error: BaseException) -> bool:
@@ -44,5 +44,4 @@ class FailedSaves:
         self._in_a_row = 0
 
     def _free_space(self) -> str:
-        place = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
-        return f"{format_bytes(shutil.disk_usage(place).free)} are free on that disk"
+        return f"{format_bytes(outputs_at(self._folder).free_bytes(self._folder))} are free on that disk"

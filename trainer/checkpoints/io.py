@@ -10,7 +10,6 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,8 @@ from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
 from converters.containers.dcp_metadata import dump_metadata
 from converters.layout.layout import DISTCP_FILE
 from converters.store.digest import TensorDigest, has_whole_rows
-from converters.store.folder import FolderStore
 from converters.store.manifest import FileSum
+from converters.store.output import Output, SummedFile
 from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
 from trainer.checkpoints.arrays import as_array, as_tensor, dtype_name
 
@@ -159,10 +158,10 @@ class CheckpointWriter(StorageWriter):
     each tensor that it holds whole rows of.
     """
 
-    def __init__(self, folder: Path, *, rank: int):
+    def __init__(self, output: Output, *, rank: int):
         self.files: dict[str, FileSum] = {}
         self.digests: dict[str, TensorDigest] = {}
-        self._folder = folder
+        self._output = output
         self._rank = rank
         self._sources: dict[tuple[str, torch.Size], tuple[WriteItem, Box]] = {}
 
@@ -190,12 +189,12 @@ class CheckpointWriter(StorageWriter):
         results: list[WriteResult] = []
         for name, items, write in ((DISTCP_FILE, tensors, self._write_tensor), (_BLOB_FILE, blobs, _write_blob)):
             if items:
-                with _SyncedFile(self._folder / name.format(rank=self._rank)) as file:
+                with SummedFile(self._output, name.format(rank=self._rank)) as file:
                     results += [write(file, item, planner) for item in items]
-                    self.files[file.name] = FileSum(file.size, file.crc32)
+                self.files[file.name] = FileSum(file.size, file.crc32)
         return _done(results)
 
-    def _write_tensor(self, file: "_SyncedFile", item: WriteItem, planner: SavePlanner) -> WriteResult:
+    def _write_tensor(self, file: SummedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
         assert item.tensor_data is not None
         shape, box = tuple(item.tensor_data.size), _box_of(item)
         source, whole = self._sources[item.index.fqn, item.tensor_data.chunk.offsets]
@@ -223,10 +222,10 @@ class CheckpointWriter(StorageWriter):
             fqn: TensorEntry(fqn, parts[0].dtype, parts[0].shape, _chunks(parts)) for fqn, parts in chunks.items()
         }
         blobs = {item.fqn: BlobEntry(item.fqn, item.file, *item.item) for item in items if item.box is None}
-        catalog = Catalog(FolderStore(self._folder), "dcp", tensors, blobs, dict(metadata.planner_data or {}))
-        with _SyncedFile(self._folder / DCP_METADATA) as file:
+        catalog = Catalog(self._output.store, "dcp", tensors, blobs, dict(metadata.planner_data or {}))
+        with SummedFile(self._output, DCP_METADATA) as file:
             file.write(dump_metadata(catalog))
-            self.files[file.name] = FileSum(file.size, file.crc32)
+        self.files[file.name] = FileSum(file.size, file.crc32)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -242,32 +241,7 @@ class CheckpointWriter(StorageWriter):
         return True
 
 
-class _SyncedFile:
-    """A new file that counts and checksums what goes in, and is on the disk once it is closed."""
-
-    def __init__(self, path: Path):
-        self.name = path.name
-        self.size = 0
-        self.crc32 = 0
-        self._path = path
-
-    def __enter__(self) -> "_SyncedFile":
-        self._file = self._path.open("xb")
-        return self
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self.size += len(data)
-        self.crc32 = crc32(data, self.crc32)
-
-    def __exit__(self, *exc_info: object) -> None:
-        with self._file:
-            if exc_info[0] is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-
-
-def _write_blob(file: _SyncedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _write_blob(file: SummedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
     start = file.size
     assert isinstance(planner, DefaultSavePlanner)
     file.write(blob_item(planner.lookup_object(item.index)))

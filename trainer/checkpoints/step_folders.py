@@ -1,9 +1,8 @@
 """The step folders of a run: list, check, clean up and delete them. For one process; torch-free."""
 
-import shutil
-import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import (
@@ -15,26 +14,27 @@ from converters.common.names import (
     TEMPORARY_PREFIX,
     step_of,
 )
-from converters.store.commit import sweep_staging
+from converters.store.base import open_store
+from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_sizes
+from converters.store.outputs import outputs_at
+
+P = TypeVar("P", Path, Location)
 
 
-def step_folder(folder: Path, step: int) -> Path:
+def step_folder(folder: P, step: int) -> P:
     return folder / STEP_FOLDER.format(step=step)
 
 
-def list_steps(folder: Path) -> list[int]:
+def list_steps(folder: Place) -> list[int]:
     """Steps with a folder of exactly that name, newest first. Links and files of that name are not checkpoints."""
-    if not folder.is_dir():
-        return []
-    folders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
-    steps = {step_of(entry.name): entry.name for entry in folders}
+    steps = {step_of(name[:-1]): name[:-1] for name in _names(folder) if name.endswith("/")}
     return sorted(
         (s for s, name in steps.items() if s is not None and name == STEP_FOLDER.format(step=s)), reverse=True
     )
 
 
-def steps_to_load(folder: Path, steps: list[int], wanted: int) -> list[int]:
+def steps_to_load(folder: Place, steps: list[int], wanted: int) -> list[int]:
     """The steps of a folder that may be loaded: `wanted` (checkpoint.load_step) alone, unless it is -1."""
     if wanted == -1:
         return steps
@@ -44,32 +44,34 @@ def steps_to_load(folder: Path, steps: list[int], wanted: int) -> list[int]:
     return [wanted]
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Place) -> None:
     """Clean up after killed saves and removals: restore a step that was being replaced, delete the rest."""
-    if folder.is_dir():
-        for aside in steps_aside(folder):
-            step = folder / aside.name.removeprefix(ASIDE_PREFIX)
-            shutil.rmtree(aside) if step.exists() else aside.rename(step)
-        sweep_staging(folder)
+    location = locate(folder)
+    outputs_at(location).sweep(location)
 
 
-def steps_aside(folder: Path) -> list[Path]:
-    """Steps that a save was replacing; a kill between its two renames leaves one without its successor."""
-    aside = folder.glob(f"{ASIDE_PREFIX}*")
-    return [path for path in aside if step_of(path.name.removeprefix(ASIDE_PREFIX)) is not None]
+def steps_aside(folder: Place) -> list[str]:
+    """Folders of steps that a save was replacing; a kill between its two renames leaves one without its successor."""
+    aside = (name.rstrip("/") for name in _names(folder) if name.startswith(ASIDE_PREFIX))
+    return [name for name in aside if step_of(name.removeprefix(ASIDE_PREFIX)) is not None]
 
 
-def refuse_foreign(folder: Path) -> None:
+def _names(folder: Place) -> list[str]:
+    location = locate(folder)
+    return outputs_at(location).names(location)
+
+
+def refuse_foreign(folder: Place) -> None:
     """Raise CheckpointError if the folder holds files but no step: a new run there is probably a mistake.
 
     Called before anything is deleted: other files are not titan's to remove.
     """
-    if folder.exists() and not folder.is_dir():
+    if outputs_at(locate(folder)).is_no_folder(locate(folder)):
         raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
-    if not folder.is_dir() or list_steps(folder) or steps_aside(folder):
+    if list_steps(folder) or steps_aside(folder):
         return
     own_names = (TEMPORARY_PREFIX, RUN_LOCK)
-    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(own_names))
+    names = [name.rstrip("/") for name in _names(folder) if not name.startswith(own_names)]
     if names:
         raise CheckpointError(
             f"{folder} holds no checkpoint of a run, but other files:" + list_offenders(names, most=5),
@@ -81,17 +83,21 @@ def refuse_foreign(folder: Path) -> None:
         )
 
 
-def size_problem(path: Path) -> str:
+def size_problem(path: Place) -> str:
     """Why a step folder is incomplete, judged by its manifest and file sizes; empty if it is not."""
-    if not (path / DCP_METADATA).is_file():
+    try:
+        store, _ = open_store(locate(path))
+        store.size(DCP_METADATA)
+    except CheckpointError:
         return f"it has no {DCP_METADATA}"
     try:
-        return "" if check_sizes(path) else f"it has no {MANIFEST}"
+        store.local([MANIFEST])
+        return "" if check_sizes(store) else f"it has no {MANIFEST}"
     except CheckpointError as error:
         return error.message
 
 
-def no_usable_step(folder: Path, problems: Sequence[str]) -> CheckpointError:
+def no_usable_step(folder: Place, problems: Sequence[str]) -> CheckpointError:
     """The error of a run whose steps are all damaged."""
     return CheckpointError(
         f"no checkpoint in {folder} can be used:" + list_offenders(problems),
@@ -100,17 +106,15 @@ def no_usable_step(folder: Path, problems: Sequence[str]) -> CheckpointError:
     )
 
 
-def retire(folder: Path, *, keep: int, newest: int, damaged: Collection[int] = ()) -> list[int]:
+def retire(folder: Place, *, keep: int, newest: int, damaged: Collection[int] = ()) -> list[int]:
     """Delete the oldest complete steps beyond `newest`, the one just saved, and the `keep - 1` before it; returns them.
 
     Steps after `newest`, from before a run was resumed at an earlier step, are neither counted nor deleted. Nor are
     `damaged` and incomplete steps: an intact one is never deleted in their favour.
     """
+    location = locate(folder)
     before = [step for step in list_steps(folder) if step < newest and step not in damaged]
-    removed = [step for step in before if not size_problem(step_folder(folder, step))][keep - 1 :]
+    removed = [step for step in before if not size_problem(step_folder(location, step))][keep - 1 :]
     for step in reversed(removed):
-        # Renamed first: an interrupted removal leaves a temporary folder, not half a checkpoint.
-        doomed = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-        step_folder(folder, step).rename(doomed)
-        shutil.rmtree(doomed)
+        outputs_at(location).remove(step_folder(location, step))
     return removed

@@ -3,14 +3,12 @@
 Stock `dcp.save` writes into a temporary sibling folder; the manifest is written last, then the folder is renamed.
 """
 
-import shutil
 import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,20 +18,21 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from converters.common.box import Box, row_blocks
+from converters.common.collector import collector_paused
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError
-from converters.common.names import ASSETS_FOLDER
+from converters.common.names import ASSETS_FOLDER, DCP_METADATA
+from converters.containers.dcp import read_catalog
 from converters.engine.read import CatalogReader
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.source.open import open_checkpoint
-from converters.store.commit import commit, new_staging
 from converters.store.digest import TensorDigest, has_whole_rows
-from converters.store.folder_output import FolderOutput
+from converters.store.location import Location, Place, locate
 from converters.store.manifest import TensorSum
-from converters.store.output import write_manifest
+from converters.store.output import Output, write_manifest
+from converters.store.outputs import outputs_at
 from converters.tokenizers.assets import write_assets
 from converters.views.catalog import Catalog, TensorEntry
-from converters.views.cover import overlap
+from converters.views.cover import overlap, require_cover
 from trainer.checkpoints.failed_saves import SaveFailed
 from trainer.checkpoints.io import CheckpointWriter, as_titan_error
 from trainer.checkpoints.step_folders import retire, step_folder
@@ -47,7 +46,7 @@ class StepToSave:
     """A step to write and which older ones to keep, in plain values, so that it can be pickled."""
 
     step: int
-    folder: Path  # that holds the run's step folders
+    folder: Location  # that holds the run's step folders
     info: ModelInfo
     keep: int  # 0: all
     damaged: frozenset[int]  # older steps
@@ -69,7 +68,7 @@ def save_step(
 
 
 def write_step(
-    destination: Path,
+    destination: Place,
     nested: Mapping[str, Any],
     *,
     info: ModelInfo,
@@ -82,41 +81,45 @@ def write_step(
     """
     # replicated tensors are written once, all by the lowest rank
     planner = planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    identifier = on_first(group, lambda: uuid.uuid4().hex[:12])
-    staging = on_first(group, lambda: new_staging(destination, identifier))
+    location, identifier = locate(destination), on_first(group, lambda: uuid.uuid4().hex[:12])
+    outputs = outputs_at(location)
+    on_first(group, lambda: outputs.prepare(location, identifier))
+    output = outputs.shared(location, identifier, marker=DCP_METADATA)
     try:
-        writer = CheckpointWriter(staging, rank=group.rank())
+        writer = CheckpointWriter(output, rank=group.rank())
         try:
             save(dict(nested), storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             raise as_titan_error(f"cannot save {destination}", error) from error
         written = on_each(group, lambda: writer.files)
         files = {name: file_sum for part in written for name, file_sum in part.items()}
-        tensors = _digest(staging, writer, group=group)
+        tensors = _digest(output, writer, group=group)
 
         def complete() -> None:
-            write_model_info(staging, info)
-            write_assets(staging / ASSETS_FOLDER, info.assets, info.generation)
-            write_manifest(FolderOutput(staging), tensors=tensors, files=files)
-            commit(staging, destination, overwrite=True)
+            write_model_info(output.folder, info)
+            write_assets(output.folder / ASSETS_FOLDER, info.assets, info.generation)
+            output.add_small_files()
+            write_manifest(output, tensors=tensors, files=files)
+            output.commit(overwrite=True)
 
         on_first(group, complete)
     except BaseException:
         if group.rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            output.discard()
         raise
 
 
-def _digest(staging: Path, writer: CheckpointWriter, *, group: dist.ProcessGroup) -> dict[str, TensorSum]:
+def _digest(output: Output, writer: CheckpointWriter, *, group: dist.ProcessGroup) -> dict[str, TensorSum]:
     """Digests of all tensors: the sum over the ranks' rows. Rows that several ranks hold a part of are read back."""
     opened: list[Catalog] = []
 
-    def open_staging() -> tuple[str, list[str]]:
-        opened.append(open_checkpoint(staging))
+    def open_output() -> tuple[str, list[str]]:
+        with collector_paused():
+            opened.append(require_cover(read_catalog(output.store)))
         return socket.gethostname(), [*writer.files]
 
     # All ranks agree on the outcome; otherwise one that fails would leave the others waiting
-    nodes = on_each(group, open_staging)
+    nodes = on_each(group, open_output)
     (catalog,) = opened
     digests = {fqn: TensorDigest(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
 

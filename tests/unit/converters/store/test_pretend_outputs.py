@@ -4,12 +4,14 @@ import pytest
 
 import converters.engine.units as units
 from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.extensions import ExtensionError
 from converters.common.names import MANIFEST
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
 from converters.source.open import open_checkpoint
 from converters.store.location import Location
 from converters.store.manifest import check_files, read_manifest
+from converters.store.outputs import register_outputs
 from converters.verify import verify
 from tests import pretend_store
 from tests.doors import convert, reshard
@@ -135,6 +137,16 @@ def test_torchtune_needs_a_path(llama, place):
 def test_an_unknown_scheme_is_refused(llama, place):
     with pytest.raises(UnsupportedError, match=r"nowhere:// cannot be written to"):
         convert(llama, Location("nowhere://x/y"), to="dcp")
+
+
+def test_what_lacks_a_function_is_not_registered(place):
+    class Half:
+        only_appends = True
+
+        def check(self, location, **options): ...
+
+    with pytest.raises(ExtensionError, match=r"what makes the outputs of half:// has no require_space and no "):
+        register_outputs("half", Half())
 
 
 def _interrupt(*arguments, **options):

@@ -18,10 +18,16 @@ from converters.engine.read import CatalogReader
 from converters.families.llama3 import FLAVORS
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.source.open import open_checkpoint
+from converters.store.location import locate
 from converters.store.manifest import check_files, read_manifest
+from converters.store.output import SummedFile
+from converters.store.outputs import outputs_at
 from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader
+from trainer.checkpoints.run_lock import only_run
+from trainer.checkpoints.shared_folder import require_shared
+from trainer.checkpoints.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
 from trainer.checkpoints.write import write_step
 from trainer.ranks.agree import on_each, on_first
 
@@ -91,15 +97,39 @@ def test_stock_dcp_reads_what_we_write(tmp_path, group, monkeypatch, item_bytes)
     assert [c.box.sizes for c in chunks] == ([(6, 5)] if item_bytes > 40 else [(2, 5)] * 3)
 
 
-def test_we_read_what_we_write_and_the_manifest_agrees(tmp_path, group):
-    folder = tmp_path / "step-4"
+@pytest.mark.parametrize("store", ["folder", "pretend"], indirect=True)
+def test_we_read_what_we_write_and_the_manifest_agrees(place, group):
+    folder = place / "step-4"
     write_step(folder, _state(), info=INFO, group=group)
     _assert_equal(_load_ours(folder, _blank(_flat(_state())), group), _flat(_state()))
-    assert check_files(folder) == []
+    catalog = open_checkpoint(folder)
+    assert check_files(catalog.store) == []
     tensors = {key for key, value in _flat(_state()).items() if torch.is_tensor(value)}
-    assert set(read_manifest(folder).tensors) == tensors
-    assert read_model_info(folder).args == INFO.args
-    assert [p.name for p in tmp_path.iterdir()] == ["step-4"]
+    assert set(read_manifest(catalog.root).tensors) == tensors
+    assert read_model_info(catalog.root).args == INFO.args
+    assert outputs_at(locate(place)).names(locate(place)) == ["step-4/"]
+
+
+@pytest.mark.parametrize("store", ["folder", "pretend"], indirect=True)
+def test_steps_are_listed_replaced_and_retired_in_any_store(place, group, monkeypatch):
+    for step in (1, 2, 10, 10):
+        write_step(step_folder(place, step), {"a": torch.full((2,), step)}, info=INFO, group=group)
+    assert list_steps(place) == [10, 2, 1] and not any(size_problem(step_folder(place, s)) for s in (1, 2, 10))
+    monkeypatch.setattr("trainer.checkpoints.write.write_manifest", _disk_full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write_step(step_folder(place, 11), {"a": torch.zeros(2)}, info=INFO, group=group)
+    assert list_steps(place) == [10, 2, 1]
+    assert retire(place, keep=2, newest=10) == [1] and list_steps(place) == [10, 2]
+    sweep(place)
+    with only_run(place):
+        refuse_foreign(place)
+        require_shared(place, group)
+    assert list_steps(place) == [10, 2]
+    assert _load_ours(step_folder(place, 10), {"a": torch.zeros(2, dtype=torch.int64)}, group)["a"].tolist() == [10, 10]
+
+
+def _disk_full(*args, **keys):
+    raise OSError(28, "No space left on device")
 
 
 def test_every_file_of_a_step_is_synced_by_the_rank_that_wrote_it(tmp_path, group, monkeypatch):
@@ -198,7 +228,7 @@ def test_a_failed_save_leaves_nothing_and_the_old_step_whole(tmp_path, group, mo
     def disk_full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_io._SyncedFile, "write", disk_full)
+    monkeypatch.setattr(SummedFile, "write", disk_full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         write_step(folder, {"a": torch.zeros(2)}, info=INFO, group=group)
     monkeypatch.undo()
