@@ -12,8 +12,10 @@ from converters.common.box import Box, TensorInfo, count_dtypes
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
 from converters.common.fold import fold_texts
-from converters.common.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
+from converters.common.names import ASSETS_FOLDER, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
+from converters.containers.dcp_names import EXTRA_FILE, SMALL_TENSOR_FILE
 from converters.containers.dcp_write import plan_dcp
+from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.conversion.execute import check_places, execute
 from converters.conversion.plan import find_casts, find_kept_float32
@@ -21,7 +23,6 @@ from converters.conversion.records import RUN, Execution, Needs, Plan, Run
 from converters.conversion.remarks import describe_quantized
 from converters.engine.read import CatalogReader
 from converters.families.registry import get_family
-from converters.formats.dcp import EXTRA_FILE
 from converters.integrity.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.layout.layout import Files, boxes_for_any_mesh, boxes_for_mesh, boxes_for_num_files
 from converters.layout.mesh_check import check_mesh
@@ -47,9 +48,6 @@ from converters.training.sections import (
 )
 from converters.views.catalog import Catalog
 from converters.views.view import View
-
-# Tensors that every rank reads whole (step counters, RNG states) share a file, instead of being in a rank's large one
-SMALL_TENSOR_FILE = "__small_0.distcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ def _open(request: ReshardRequest) -> _Source:
     """Open the source. Raises TitanError if it is not DCP, or if its sections or its model do not fit the request."""
     src, drop = request.src, request.drop
     catalog = open_checkpoint(src, select=request.select)
-    if catalog.container != "dcp":
+    if not CONTAINERS[catalog.container].keeps_state:
         raise CheckpointError(
             f"{src} is not a DCP checkpoint, so it has no layout to change",
             tries=[f"titan convert auto {src} {request.dst} --to dcp --for-mesh MESH"],
@@ -338,7 +336,9 @@ def _files(request: ReshardRequest, tensors: Mapping[str, TensorInfo], contents:
 
 
 def _other_files(catalog: Catalog) -> list[str]:
-    return [n for n in list_files(catalog.store) if n != DCP_METADATA and not n.endswith(".distcp")]
+    names = list_files(catalog.store)
+    container = CONTAINERS[catalog.container]
+    return [name for name in names if not container.is_data(name) and name not in container.marks(names)]
 
 
 def _write_small_files(catalog: Catalog, info: ModelInfo, folder: Path) -> list[str]:

@@ -191,7 +191,7 @@ def _check_values(
     listed = {fqn: manifest.tensors[fqn] for fqn in catalog.tensors} if manifest else {}
     read = read_tensors(catalog, rules, listed, advance)
     problems, total = list(read.damaged), len(catalog.tensors)
-    if manifest or catalog.container != "dcp":
+    if manifest or not CONTAINERS[catalog.container].keeps_state:
         problems += read.unsupported
     if manifest:
         compared = {fqn: entry for fqn, entry in listed.items() if fqn in read.entries}

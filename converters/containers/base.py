@@ -1,6 +1,6 @@
 """The record of a container: how its files are recognized in a folder and opened, and what it can hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from converters.store.base import Store
@@ -8,15 +8,22 @@ from converters.views.catalog import Catalog
 
 
 @dataclass(frozen=True, slots=True)
-class FolderFiles:
-    """The files of a checkpoint folder, sorted by what their names say."""
+class Listing:
+    """The file names of a checkpoint folder."""
 
     store: Store
+    names: Collection[str]
     entry: str  # the file or index that transformers opens; "" if there is none
-    dcp_metadata: tuple[str, ...]
-    safetensors: tuple[str, ...]
-    torch: tuple[str, ...]  # Meta's shards included
-    meta: tuple[str, ...]
+    weights: tuple[str, ...]  # files that may have weights: neither adapters nor the state of a fine-tuning run
+    is_marked: bool  # a container has its marks
+
+    def ending(self, suffixes: str | tuple[str, ...]) -> tuple[str, ...]:
+        """The files that may have weights, by the ends of their names."""
+        return tuple(name for name in self.weights if name.endswith(suffixes))
+
+
+def _no_marks(names: Collection[str]) -> Sequence[str]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +34,18 @@ class Container:
     called: str  # in messages: "a DCP checkpoint"
     title: str  # on the page of `titan inspect`
     suffixes: tuple[str, ...]  # of its data files
-    find: Callable[[FolderFiles], str]  # the files that show it, for messages; "": the folder is another container
-    open_folder: Callable[[FolderFiles], Catalog]
+    find: Callable[[Listing], str]  # the files that show it, for messages; "": the folder is another container
+    open_folder: Callable[[Listing], Catalog]
+    marks: Callable[[Collection[str]], Sequence[str]] = _no_marks  # of the names in a folder, what only it has
+    stands_alone: bool = False  # weights of another container beside it are an error, whatever transformers reads
+    keeps_state: bool = False  # whole training states, each entry an item of its own: they can be resharded and resumed
     keeps_sections: bool = False  # tensors of an optimizer and other state can be among the weights
     has_checksums: bool = True  # each item carries a CRC32
     is_for_transformers: bool = False  # transformers chooses the files, and adds a LoRA adapter beside them
+
+    def is_data(self, name: str) -> bool:
+        """Whether a file of this name has data of tensors."""
+        return name.endswith(self.suffixes)
 
 
 def name_some(names: tuple[str, ...]) -> str:

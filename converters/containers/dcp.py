@@ -2,9 +2,10 @@
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.common.names import DCP_METADATA
-from converters.containers.base import Container, FolderFiles
+from converters.containers.base import Container, Listing
 from converters.containers.dcp_metadata import DcpEntries, parse_metadata
-from converters.containers.dcp_ranks import check_ranks, join_ranks, rank_metadata_files
+from converters.containers.dcp_names import DATA_SUFFIX, metadata_files, rank_metadata_files
+from converters.containers.dcp_ranks import check_ranks, join_ranks
 from converters.containers.sniff import first_bytes, is_safetensors, refuse_foreign_files
 from converters.store.base import Store, read_bytes
 from converters.views.catalog import Catalog
@@ -69,8 +70,12 @@ def _refuse_safetensors_inside(store: Store, file: str) -> None:
         )
 
 
-def _open_folder(files: FolderFiles) -> Catalog:
-    refuse_foreign_files(files.store, files.dcp_metadata, pickles=True)
+def _find(files: Listing) -> str:
+    return f"DCP ({marks[0]})" if (marks := metadata_files(files.names)) else ""
+
+
+def _open_folder(files: Listing) -> Catalog:
+    refuse_foreign_files(files.store, metadata_files(files.names), pickles=True)
     return require_cover(read_catalog(files.store))
 
 
@@ -78,8 +83,11 @@ DCP = Container(
     name="dcp",
     called="a DCP checkpoint",
     title="DCP",
-    suffixes=(".distcp",),
-    find=lambda files: f"DCP ({files.dcp_metadata[0]})" if files.dcp_metadata else "",
+    suffixes=(DATA_SUFFIX,),
+    find=_find,
     open_folder=_open_folder,
+    marks=metadata_files,
+    stands_alone=True,
+    keeps_state=True,
     keeps_sections=True,
 )

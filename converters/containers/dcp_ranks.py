@@ -4,31 +4,22 @@ Such checkpoints are not deduplicated: what several ranks hold (norms under HSDP
 Copies are dropped only if their CRC32s agree.
 """
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.containers.dcp_item import ItemData, read_blob_item, read_item
 from converters.containers.dcp_metadata import DcpEntries
+from converters.containers.dcp_names import RANK_DATA, RANK_METADATA
 from converters.store.base import Store, read_bytes, reading_part
 from converters.views.catalog import BlobEntry, Chunk, TensorEntry
-
-_METADATA = re.compile(r"__(0|[1-9]\d*)\.metadata")
-_DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
-
-
-def rank_metadata_files(names: Iterable[str]) -> list[str]:
-    """The per-rank metadata files among the names of a folder, in rank order."""
-    ranks = {name: int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
-    return sorted(ranks, key=ranks.__getitem__)
 
 
 def check_ranks(store: Store, names: Sequence[str]) -> None:
     """Raise CheckpointError if a rank's metadata is missing: between others, or for a rank with data."""
-    found = {int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
-    with_data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
+    found = {int(match[1]) for name in names if (match := RANK_METADATA.fullmatch(name))}
+    with_data = {int(match[1]) for name in names if (match := RANK_DATA.fullmatch(name))}
     if missing := sorted((with_data | set(range(max(found)))) - found):
         raise CheckpointError(
             f"{store.location}: metadata of ranks is missing:"

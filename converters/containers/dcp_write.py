@@ -12,13 +12,12 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import item_layout, item_pieces
 from converters.containers.dcp_metadata import dump_places
+from converters.containers.dcp_names import BLOB_FILE
 from converters.containers.dcp_opcodes import StorageLocation
 from converters.containers.target import Crc32Of, Slot, Target
 from converters.store.paths import checked_file_name
 from converters.views.catalog import UNLOCATED, Chunk, TensorEntry
 from converters.views.cover import cover_problem
-
-BLOB_FILE = "__blobs_0.distcp"  # small, so that ranks which need a step counter do not open each other's data files
 
 
 @collector_paused()

@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
+from pathlib import PurePath
 from typing import Any
 
 from converters.common.box import Box
 from converters.common.errors import CheckpointError, TitanError, list_offenders
 from converters.common.names import META_PARAMS, META_SHARD
 from converters.containers import torch_file
-from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.base import Container, Listing, name_some
 from converters.containers.sniff import refuse_foreign_files
 from converters.families.args import ModelArgs
 from converters.families.parameters import EMBEDDING, OUTPUT, Parameter, Role
@@ -335,8 +336,13 @@ def _require_no_doubles(store: Store, files: Sequence[str], shards: Sequence[Cat
         raise CheckpointError(f"{store.location}: a shard is repeated:" + list_offenders(doubles))
 
 
-def _open_folder(files: FolderFiles) -> Catalog:
-    refuse_foreign_files(files.store, files.meta)
+def meta_shards(names: Iterable[str]) -> tuple[str, ...]:
+    """The files with names like Meta's shards, sorted."""
+    return tuple(sorted(name for name in names if PurePath(name).match("consolidated.*.pth")))
+
+
+def _open_folder(files: Listing) -> Catalog:
+    refuse_foreign_files(files.store, meta_shards(files.names))
     return read_catalog(files.store)
 
 
@@ -345,6 +351,7 @@ META = Container(
     called="an original Meta release",
     title="Meta's original format",
     suffixes=(),  # those of torch files
-    find=lambda files: name_some(files.meta),
+    find=lambda files: name_some(meta_shards(files.names)),
     open_folder=_open_folder,
+    marks=meta_shards,
 )

@@ -13,7 +13,7 @@ from converters.common.box import Box
 from converters.common.dtypes import BY_SAFETENSORS, itemsize
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.common.names import HF_INDEX, HF_SINGLE
-from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.base import Container, Listing, name_some
 from converters.containers.sniff import refuse_foreign_files
 from converters.containers.tensor_pickle import row_major
 from converters.store.base import Store, read_bytes
@@ -290,15 +290,15 @@ def _read_header(store: Store, name: str, size: int) -> tuple[dict[str, Any], in
     return parse_json(raw, what=str(path)), 8 + length
 
 
-def _find(files: FolderFiles) -> str:
+def _find(files: Listing) -> str:
     if files.entry:
         return files.entry if files.entry.endswith((".safetensors", ".safetensors.index.json")) else ""
-    return name_some(files.safetensors)
+    return name_some(files.ending(".safetensors"))
 
 
-def _open_folder(files: FolderFiles) -> Catalog:
+def _open_folder(files: Listing) -> Catalog:
     one_file = files.entry.endswith(".safetensors")
-    refuse_foreign_files(files.store, [files.entry] if one_file else files.safetensors)
+    refuse_foreign_files(files.store, [files.entry] if one_file else files.ending(".safetensors"))
     return require_cover(read_catalog(files.store, files.entry))
 
 

@@ -3,7 +3,8 @@
 from converters.common.errors import CheckpointError
 from converters.common.names import DCP_METADATA, HF_INDEX, MANIFEST, TORCH_INDEX
 from converters.containers import safetensors, torch_file
-from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.base import Container, Listing, name_some
+from converters.containers.dcp_names import DATA_SUFFIX, metadata_files
 from converters.containers.sniff import first_bytes, foreign_file_error, is_safetensors, is_zip, refuse_foreign_files
 from converters.store.base import Store
 from converters.views.catalog import Catalog, TensorEntry
@@ -14,8 +15,8 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 def open_file(store: Store, name: str) -> Catalog:
     """The catalog of one file of weights. Its first bytes say what it is, never its name."""
     path = store.location / name
-    if name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == ".distcp":
-        is_whole = path.suffix != ".distcp" or any(other.endswith(".metadata") for other in store.names())
+    if name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == DATA_SUFFIX:
+        is_whole = path.suffix != DATA_SUFFIX or bool(metadata_files(store.names()))
         hint = "give its folder" if is_whole else f"{DCP_METADATA}, which lists its contents, is missing"
         tries = [str(path.parent)] if is_whole else []
         raise CheckpointError(f"{path}: a part of a checkpoint", hint=hint, tries=tries)
@@ -29,22 +30,24 @@ def open_file(store: Store, name: str) -> Catalog:
     raise CheckpointError(f"{path}: neither safetensors nor a torch file", hint=f"its first bytes are {start[:16]!r}")
 
 
-def _find(files: FolderFiles) -> str:
+def _find(files: Listing) -> str:
     """A single file; several are recognized only together with safetensors, for the error that lists both."""
     if files.entry:
         return files.entry if files.entry.endswith((*TORCH_SUFFIXES, TORCH_INDEX)) else ""
-    if files.dcp_metadata or files.meta:
+    if files.is_marked:
         return ""
-    return name_some(files.torch) if files.safetensors or len(files.torch) == 1 else ""
+    torch_files = files.ending(TORCH_SUFFIXES)
+    return name_some(torch_files) if files.ending(".safetensors") or len(torch_files) == 1 else ""
 
 
-def _open_folder(files: FolderFiles) -> Catalog:
+def _open_folder(files: Listing) -> Catalog:
+    torch_files = files.ending(TORCH_SUFFIXES)
     if files.entry == TORCH_INDEX:
-        refuse_foreign_files(files.store, files.torch)
+        refuse_foreign_files(files.store, torch_files)
         return Catalog(files.store, "torch", safetensors.read_indexed(files.store, TORCH_INDEX, read_file))
     if not files.entry:
-        safetensors.require_series(files.store.location, files.torch)
-    return open_file(files.store, files.entry or files.torch[0])
+        safetensors.require_series(files.store.location, torch_files)
+    return open_file(files.store, files.entry or torch_files[0])
 
 
 def read_file(store: Store, name: str) -> dict[str, TensorEntry]:

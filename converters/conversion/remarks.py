@@ -15,6 +15,8 @@ from converters.common.names import (
     OPENAI_DTYPES,
     TORCH_INDEX,
 )
+from converters.containers.dcp import DCP
+from converters.containers.safetensors import SAFETENSORS
 from converters.model.model_info import ModelInfo
 from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.store.base import names_at
@@ -83,7 +85,8 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
         for name in sorted([*catalog.store.names(), *inside], key=lambda name: ("/" in name[:-1], name.rstrip("/")))
         if not (path := catalog.root / name).name.startswith(".")
         and path.name not in (*_READ, *holding, *(name.split("/")[0] for name in catalog.unread))
-        and path.suffix not in (".safetensors", ".distcp")  # weights: the catalog's notes name them
+        and not SAFETENSORS.is_data(name)
+        and not DCP.is_data(name)  # weights: the catalog's notes name them
         and path.absolute() not in carried
         and not any(path.absolute() in each.parents for each in carried)
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 from converters.common.errors import ConfigError
 from converters.common.names import MODEL_INFO
+from converters.containers.registry import CONTAINERS
 from converters.families.registry import get_family
 from converters.families.rope import YarnRope
 from converters.model.model_info import ModelInfo
@@ -53,7 +54,7 @@ def _that_apply(info: ModelInfo) -> list[str]:
 
 def _is_foreign(catalog: Catalog, naming: str, info: ModelInfo) -> bool:
     """Whether nothing describes weights of torchtitan's names, of a family that torchtitan computes otherwise."""
-    is_torchtitans = catalog.container in ("dcp", "torch") and naming in _TORCHTITANS
+    is_torchtitans = CONTAINERS[catalog.container].keeps_sections and naming in _TORCHTITANS
     deviates = get_family(info.family).as_torchtitan_trained is not None
     return deviates and is_torchtitans and MODEL_INFO not in catalog.store.names()
 

@@ -7,7 +7,8 @@ from xxhash import xxh3_128
 
 from converters.common.box import DerivedSource, TensorSource
 from converters.common.crc import crc32
-from converters.common.names import DCP_METADATA, MANIFEST
+from converters.common.names import MANIFEST
+from converters.containers.registry import CONTAINERS
 from converters.containers.target import Target
 from converters.store.base import read_bytes
 from converters.store.journal import VERSION
@@ -32,7 +33,7 @@ def plan_fingerprint(
     store, names = catalog.store, catalog.store.names()
     files = catalog.tensor_files
     files |= {blob.file for blob in catalog.blobs.values()}
-    files |= {name for name in names if name.endswith(".json") or name == DCP_METADATA}
+    files |= {name for name in names if name.endswith(".json")} | {*CONTAINERS[catalog.container].marks(names)}
     for name in sorted(files):
         add(name, *store.identity(name))
     manifest = crc32(read_bytes(store, MANIFEST)) if MANIFEST in names else None

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.common.errors import ConfigError
+from converters.containers.dcp_names import EXTRA_FILE
 from converters.formats.base import Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
-
-
-EXTRA_FILE = "__extra_0.distcp"  # what a multimodal checkpoint has beside the text model
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:

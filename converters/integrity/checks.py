@@ -10,6 +10,7 @@ from converters.common.box import TensorSource
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.common.names import HF_CONFIG, MANIFEST
+from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.engine.units import whole_row_units
@@ -56,7 +57,7 @@ def check_container(catalog: Catalog, *, is_folder: bool) -> list[Check]:
     """The checks that only one container has."""
     if catalog.container == "safetensors" and is_folder:
         return _check_index(catalog)
-    return _check_gaps(catalog) if catalog.container == "dcp" else []
+    return _check_gaps(catalog) if CONTAINERS[catalog.container].keeps_state else []
 
 
 def _check_index(catalog: Catalog) -> list[Check]:
@@ -154,7 +155,7 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
                 problems += reader.record_problems(fqn)
                 absent = sum(_carries_none(reader, fqn, chunk) for chunk in chunks)
             except UnsupportedError as error:  # not damaged: its bytes are compared, and not understood
-                if catalog.container != "dcp":
+                if not CONTAINERS[catalog.container].keeps_state:
                     problems.append(error.message)
                     continue
                 problems += reader.unread_problems(fqn)

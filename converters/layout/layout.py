@@ -15,6 +15,7 @@ from converters.common.collector import collector_paused
 from converters.common.dtypes import itemsize
 from converters.common.errors import ConfigError
 from converters.common.sizes import GIB, MIB
+from converters.containers.dcp_names import RANK_FILE
 from converters.families.parameters import MTP_LAYERS, Parameter, units_of
 from converters.layout.mesh_shape import MeshShape
 from converters.layout.stages import ranks_of_stages, split_stages
@@ -22,7 +23,6 @@ from converters.layout.stages import ranks_of_stages, split_stages
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
 MAX_CHUNK_BYTES = 256 * MIB
 SEED_CHUNK_BYTES = 64 * MIB  # if the readers' mesh is unknown: a rank reads little that it does not need
-DISTCP_FILE = "__{rank}_0.distcp"
 MAX_CHUNKS = 4_000_000  # of a model's weights; 405B on 512 ranks has 470,000
 _MANY_CHUNKS, _FEW_ELEMENTS = 500_000, 16_384  # chunks that small cost more to list than to store
 _READER_BYTES_PER_CHUNK = 1900  # in stock DCP's list
@@ -121,7 +121,7 @@ def boxes_for_mesh(
         first_rank = (stage_ranks[-1] if is_mtp else pp_rank_of[parameter.unit]) * ranks_per_stage
         for rank, box in boxes_by_kind[kind]:
             files.setdefault(first_rank + rank, []).append((parameter.fqn, box))
-    return {DISTCP_FILE.format(rank=rank): files[rank] for rank in sorted(files)}
+    return {RANK_FILE.format(rank=rank): files[rank] for rank in sorted(files)}
 
 
 def _boxes_within_stage(parameter: Parameter, mesh: MeshShape, element_bytes: int) -> Iterator[tuple[int, Box]]:
@@ -168,7 +168,7 @@ def boxes_for_any_mesh(tensors: Mapping[str, TensorInfo], *, file_bytes: int) ->
         size = itemsize(info.dtype)
         for box in row_blocks(Box.whole(info.shape), size, SEED_CHUNK_BYTES):
             if not current or filled + box.num_elements * size > file_bytes:
-                current = files.setdefault(DISTCP_FILE.format(rank=len(files)), [])
+                current = files.setdefault(RANK_FILE.format(rank=len(files)), [])
                 filled = 0
             current.append((fqn, box))
             filled += box.num_elements * size
@@ -204,4 +204,4 @@ def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Fi
             f"{total:,} bytes cannot be divided into {num_files:,} files",
             hint=f"a row is not split between files, so {num_files - sum(map(bool, files)):,} would be empty",
         )
-    return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(files)}
+    return {RANK_FILE.format(rank=rank): boxes for rank, boxes in enumerate(files)}

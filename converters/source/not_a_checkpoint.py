@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.common.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
+from converters.containers.dcp import DCP
 from converters.containers.safetensors import is_of_series, is_shard
 from converters.containers.torch_folder import open_file
 from converters.model.model_info import MODEL_FILES, describes_model
@@ -32,7 +33,7 @@ def not_a_checkpoint(path: Location, names: Collection[str], torch_files: Sequen
         return CheckpointError(
             f"{path}: a run of torchtune, not a checkpoint", tries=[str(path / name) for _, name in epochs[-2:]]
         )
-    if any(name.endswith(".distcp") for name in names):
+    if any(map(DCP.is_data, names)):
         return CheckpointError(
             f"{path}: DCP data without {DCP_METADATA}",
             hint=f"the save was interrupted, or {DCP_METADATA} (a hidden file) was not copied",
@@ -89,13 +90,18 @@ def _checkpoints_inside(path: Location, *, depth: int = 3) -> list[Location]:
         names = names_at(folder)
         if folder.name.startswith(("optim", ".")) or ".incomplete" in names:
             continue
-        if any(name in (DCP_METADATA, *HF_ENTRIES) or is_shard(name) for name in names):
+        if DCP.marks(names) or any(name in HF_ENTRIES or is_shard(name) for name in names):
             checkpoints.append(folder)
         elif depth > 1:
             checkpoints += _checkpoints_inside(folder, depth=depth - 1)
     named = target_of(open_store(path)[0].local() / "LATEST") or text_at(path / "LATEST.txt").strip()
     newest = f"{path / PurePath(named).name}/"
     return [c for c in checkpoints if named and f"{c}/".startswith(newest)] or sorted(checkpoints, key=_numbers)
+
+
+def _is_complete(names: Collection[str]) -> bool:
+    """Whether a step has what is written last; torchtitan's last step may be a Hugging Face folder."""
+    return bool(DCP.marks(names)) or not set(HF_ENTRIES).isdisjoint(names)
 
 
 def _numbers(place: Location) -> list[int]:
@@ -137,15 +143,14 @@ def _is_run(path: Location) -> bool:
             if folder.endswith("/")
             for name in names_at(path / folder)
         )
-        return any(step_of(step.name) is not None and DCP_METADATA in names_at(step) for step in steps)
+        return any(step_of(step.name) is not None and bool(DCP.marks(names_at(step))) for step in steps)
     except OSError:
         return False
 
 
 def _name_newest(path: Location, steps: list[Location], *, called: str) -> TitanError:
     """The error for a folder with `steps`, oldest first, below it; an interrupted save has no .metadata."""
-    marks = (DCP_METADATA, *HF_ENTRIES)  # torchtitan's last step may be a Hugging Face folder
-    complete = [step for step in steps if not set(marks).isdisjoint(names_at(step))]
+    complete = [step for step in steps if _is_complete(names_at(step))]
     if not complete:
         foreign = (foreign_folder(step, names_at(step)) for step in reversed(steps))
         if error := next(filter(None, foreign), None):

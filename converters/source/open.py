@@ -1,15 +1,14 @@
 """Open a checkpoint in any container. The content decides, never a folder's name."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from converters.common.collector import collector_paused
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import ASSETS_FOLDER, DCP_METADATA, HF_CONFIG, MANIFEST
-from converters.containers.base import FolderFiles
-from converters.containers.dcp_ranks import rank_metadata_files
+from converters.common.names import ASSETS_FOLDER, HF_CONFIG, MANIFEST
+from converters.containers.base import Listing
 from converters.containers.registry import CONTAINERS, WEIGHT_SUFFIXES
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.naming.wrappers import unwrap_modules, unwrap_outer
@@ -21,7 +20,6 @@ from converters.source.weight_files import (
     FOREIGN,
     RUN_STATE,
     find_hf_entry,
-    is_meta_shard,
     name_adapters,
     name_unread,
     refuse_mixtures,
@@ -149,13 +147,13 @@ def _open_folder(store: Store) -> Catalog:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save interrupted?")
     if problem := foreign_folder(path, names):
         raise problem
-    files = _sort_files(store, names)
+    files = _listing(store, names)
     refuse_mixtures(store, names, files.entry)
     containers = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
     if not containers:
-        raise _no_weights(files, names)
-    if len(containers) > 1 and (files.dcp_metadata or not files.entry or HF_CONFIG not in names):
-        # else transformers' order decides
+        raise _no_weights(files)
+    is_chosen = files.entry and HF_CONFIG in names  # by transformers' order
+    if len(containers) > 1 and (not is_chosen or any(CONTAINERS[name].stands_alone for name in containers)):
         raise CheckpointError(
             f"{path}: holds more than one checkpoint:{list_offenders(list(containers.values()))}",
             hint="keep each in its own folder",
@@ -167,21 +165,15 @@ def _open_folder(store: Store) -> Catalog:
     return catalog
 
 
-def _sort_files(store: Store, names: set[str]) -> FolderFiles:
+def _listing(store: Store, names: set[str]) -> Listing:
     weights = sorted(name for name in names if not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name))
-    return FolderFiles(
-        store,
-        entry=find_hf_entry(store, names),
-        dcp_metadata=(DCP_METADATA,) if DCP_METADATA in names else tuple(rank_metadata_files(names)),
-        safetensors=tuple(name for name in weights if name.endswith(".safetensors")),
-        torch=tuple(name for name in weights if name.endswith(TORCH_SUFFIXES)),
-        meta=tuple(name for name in weights if is_meta_shard(name)),
-    )
+    is_marked = any(container.marks(names) for container in CONTAINERS.values())
+    return Listing(store, names, find_hf_entry(store, names), tuple(weights), is_marked)
 
 
-def _no_weights(files: FolderFiles, names: Iterable[str]) -> Exception:
-    adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
-    if adapters and not files.torch:
+def _no_weights(files: Listing) -> Exception:
+    adapters, torch_files = sorted(filter(ADAPTER.fullmatch, files.names)), files.ending(TORCH_SUFFIXES)
+    if adapters and not torch_files:
         called = f"{files.store.location}: holds a LoRA adapter ({', '.join(adapters)}), not a model"
         return adapter_alone(files.store.location, called=called)
-    return not_a_checkpoint(files.store.location, set(names), files.torch)
+    return not_a_checkpoint(files.store.location, {*files.names}, torch_files)

@@ -142,11 +142,6 @@ def _named_weights(store: Store) -> object:
     return None
 
 
-def is_meta_shard(name: str) -> bool:
-    """Whether a file has a name like Meta's shards."""
-    return Path(name).match("consolidated.*.pth")
-
-
 def name_unread(catalog: Catalog, names: Collection[str], *, entry: str) -> dict[str, str]:
     """Weight files of a folder that its catalog does not use, with the reason. `entry`: find_hf_entry's answer."""
     used = catalog.tensor_files | {entry}

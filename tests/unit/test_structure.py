@@ -29,7 +29,7 @@ BELOW = {
     "naming": {"common", "families", "model", "quantized", "views"},
     "containers": {"common", "families", "naming", "store", "views"},
     "engine": {"common", "containers", "store", "views"},
-    "layout": {"common", "families", "views"},
+    "layout": {"common", "containers", "families", "views"},
     "source": {
         "common",
         "containers",

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import DCP_METADATA
+from converters.containers.dcp import DCP
 from converters.source.open import local_folder
+from converters.store.local_files import names_in
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_files, read_manifest
 from converters.tokenizers.assets import TOKENIZERS, find_assets
@@ -14,8 +16,6 @@ from titan_tools.infer.text.chat_template import has_template
 from titan_tools.terminal.console import note
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
-
-_DATA = ".distcp"  # suffix of the files with tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def newest_step(place: Location) -> Location:
     """The newest step with a .metadata file where `place` is a run's folder, with a note; else `place`."""
     run = None if place.scheme else _folder_of_steps(place.path)
     steps = [step_folder(run, step) for step in list_steps(run)] if run else []
-    complete = [step for step in steps if (step / DCP_METADATA).is_file()]
+    complete = [step for step in steps if DCP.marks(names_in(step))]
     if not complete:
         return place
     cut_off = ", ".join(step.name for step in steps[: steps.index(complete[0])])
@@ -89,13 +89,13 @@ def find_tokenizer(root: Path, model_from: Place | None, assets: Mapping[str, Pa
 def _small_file_problem(step: Path) -> str:
     """The problem of a step's files without tensors, which are read before the check for damage."""
     manifest = read_manifest(step)
-    small = [name for name in manifest.files if not name.endswith(_DATA)] if manifest else []
+    small = [name for name in manifest.files if not DCP.is_data(name)] if manifest else []
     return "; ".join(check_files(step, small, manifest=manifest))
 
 
 def _folder_of_steps(path: Path) -> Path | None:
     """The folder with a run's steps; None if `path` is not a run's folder."""
-    if not path.is_dir() or (path / DCP_METADATA).is_file():
+    if not path.is_dir() or DCP.marks(names_in(path)):
         return None
     return next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
 

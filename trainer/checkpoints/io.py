@@ -43,14 +43,13 @@ from converters.common.errors import CheckpointError, TitanError, list_offenders
 from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
 from converters.containers.dcp_metadata import dump_metadata
-from converters.layout.layout import DISTCP_FILE
+from converters.containers.dcp_names import RANK_BLOB_FILE, RANK_FILE
 from converters.store.digest import TensorDigest, has_whole_rows
 from converters.store.manifest import FileSum
 from converters.store.output import Output, SummedFile
 from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
 from trainer.checkpoints.arrays import as_array, as_tensor, dtype_name
 
-_BLOB_FILE = "__{rank}_1.distcp"  # plain values apart from the tensors: every rank reads them all
 _MAX_ITEM_BYTES = 256 << 20
 _READ_BLOCK_BYTES = 64 << 20  # a read's buffer, however large the shard it fills
 
@@ -187,7 +186,7 @@ class CheckpointWriter(StorageWriter):
         blobs = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO and _holds_values(item)]
         results: list[WriteResult] = []
-        for name, items, write in ((DISTCP_FILE, tensors, self._write_tensor), (_BLOB_FILE, blobs, _write_blob)):
+        for name, items, write in ((RANK_FILE, tensors, self._write_tensor), (RANK_BLOB_FILE, blobs, _write_blob)):
             if items:
                 with SummedFile(self._output, name.format(rank=self._rank)) as file:
                     results += [write(file, item, planner) for item in items]

@@ -26,6 +26,7 @@ from converters.common.names import (
     TRAIN_STATE,
     section_of,
 )
+from converters.containers.dcp import DCP
 from converters.conversion.trained_by import foreign_remark
 from converters.engine.read import CatalogReader
 from converters.model.model_info import ModelInfo, describes_model, read_model_info
@@ -42,7 +43,7 @@ from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.recorded import SETTINGS
-from trainer.checkpoints.resumable import DATA_SUFFIX, refuse_not_resumable
+from trainer.checkpoints.resumable import refuse_not_resumable
 from trainer.checkpoints.run_state import RunState
 from trainer.config.sections import Checkpoint
 from trainer.job.chosen_model import refuse_other_form, refuse_other_model, selected_by_setting
@@ -83,7 +84,7 @@ def load_state(
     """
     store, _ = open_store(locate(path))
     manifest = _manifest_of(store, group)
-    small = {name for name in manifest.files if not name.endswith(DATA_SUFFIX)}
+    small = {name for name in manifest.files if not DCP.is_data(name)}
     _refuse_changed(store, manifest, small, group)  # before they are parsed, as the plain values below
     with selected_by_setting():
         catalog = open_checkpoint(path, select=select)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from converters.common.errors import CheckpointError
 from converters.common.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, section_of
+from converters.containers.dcp import DCP
+from converters.containers.registry import CONTAINERS
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, describes_model, read_model_info
 from converters.source.open import open_checkpoint
@@ -15,7 +17,6 @@ from trainer.config.sections import Config
 from trainer.job.chosen_model import refuse_other_model, selected_by_setting
 
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
-DATA_SUFFIX = ".distcp"
 
 
 def has_intact_small_files(path: Path) -> bool:
@@ -23,7 +24,7 @@ def has_intact_small_files(path: Path) -> bool:
     and takes the one before.
     """
     manifest = check_sizes(path)
-    small = [] if manifest is None else [name for name in manifest.files if not name.endswith(DATA_SUFFIX)]
+    small = [] if manifest is None else [name for name in manifest.files if not DCP.is_data(name)]
     return manifest is not None and not check_files(path, small, manifest=manifest)
 
 
@@ -65,7 +66,7 @@ def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> 
 
 def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
     """Raise CheckpointError if this kind of checkpoint cannot provide a section that is not excluded."""
-    if catalog.container != "dcp":
+    if not CONTAINERS[catalog.container].keeps_state:
         raise CheckpointError(
             f"{path} holds only weights ({catalog.container}); initial_load_model_only = false needs the whole state",
             tries=["--checkpoint.initial_load_model_only"],

@@ -8,13 +8,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from converters.common.errors import CheckpointError, ConfigError
+from converters.containers.dcp_names import SMALL_TENSOR_FILE
 from converters.engine.read import CatalogReader
 from converters.families.args import ModelArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
-from converters.reshard import SMALL_TENSOR_FILE
 from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.doors import convert, reshard
