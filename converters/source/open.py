@@ -11,6 +11,7 @@ from converters.common.names import ASSETS_FOLDER, HF_CONFIG, MANIFEST
 from converters.containers.base import Listing
 from converters.containers.registry import CONTAINERS, WEIGHT_SUFFIXES
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
+from converters.model.model_info import MODEL_FILES
 from converters.naming.wrappers import unwrap_modules, unwrap_outer
 from converters.source.foreign_folders import foreign_folder
 from converters.source.models_inside import ROOT, choose_model
@@ -31,10 +32,11 @@ from converters.store.json_file import MOST_BYTES
 from converters.store.location import Place, locate
 from converters.store.manifest import Manifest, changed_since, check_sizes
 from converters.store.paths import linked_files, refuse_links_out, refuse_listed_links
-from converters.tokenizers.assets import CHAT_TEMPLATES
+from converters.tokenizers.assets import CARRIED, CHAT_TEMPLATES, DOCUMENT
 from converters.views.catalog import Catalog
 
 _SMALL_FOLDERS = (ASSETS_FOLDER, f"{ASSETS_FOLDER}/{CHAT_TEMPLATES}", CHAT_TEMPLATES, "original", ".hf_metadata")
+_BESIDE_A_FILE = {*MODEL_FILES, *CARRIED, MANIFEST}
 _READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
 
 
@@ -70,13 +72,13 @@ def require_exists(place: Place) -> None:
 
 def local_folder(place: Place) -> Path:
     """A folder on this machine with the files that describe the model of a checkpoint, and its tokenizer."""
-    store, _ = open_store(locate(place))
-    return store.local(_small_files(store))
+    store, file = open_store(locate(place))
+    return store.local(_small_files(store, file))
 
 
 def _open(store: Store, file: str, select: str | None, *, against_manifest: bool) -> Catalog:
     path, manifest = store.location / file, None
-    store.local(_small_files(store))
+    store.local(_small_files(store, file))
     if file:
         catalog = replace(open_file(store, file), is_lone_file=True)
     else:
@@ -129,9 +131,14 @@ def _describe(tensor: tuple[str, tuple[int, ...]] | None) -> str:
     return f"{tensor[0]} {list(tensor[1])}" if tensor else "missing"
 
 
-def _small_files(store: Store) -> Iterator[str]:
-    """The files without tensors that are not too large for a config or a tokenizer: `Store.local` may copy them."""
+def _small_files(store: Store, file: str) -> Iterator[str]:
+    """The files without tensors that are not too large for a config or a tokenizer: `Store.local` may copy them.
+
+    Beside a single file there may be any others: only those of usual names are taken.
+    """
     names = store.names()
+    if file:
+        names = [n for n in names if n.endswith("/") or n in _BESIDE_A_FILE or DOCUMENT.fullmatch(n)]
     folders = [folder for folder in _SMALL_FOLDERS if f"{folder.partition('/')[0]}/" in names]
     for name in (*names, *(f"{folder}/{name}" for folder in folders for name in names_at(store.location / folder))):
         if not name.endswith(("/", *WEIGHT_SUFFIXES, *FOREIGN)) and store.size(name) <= MOST_BYTES:

@@ -25,7 +25,9 @@ class Location:
     def path(self) -> Path:
         """The path. Raises UnsupportedError for a URI."""
         if self.scheme:
-            raise UnsupportedError(f"{self}: is not a path on this machine, which is needed here")
+            raise UnsupportedError(
+                f"{self}: is not a path on this machine, which is needed here", hint="give a folder with a copy"
+            )
         return Path(self.text)
 
     @property

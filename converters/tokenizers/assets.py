@@ -53,7 +53,7 @@ CARRIED = (
     MERGES,
 )
 # The licence, which must accompany a copy of the model, and the model card
-_DOCUMENT = re.compile(
+DOCUMENT = re.compile(
     r"(?i)((readme|licen[cs]e|notice|copying|(acceptable_)?use_policy)([ ._-].*)?(?<!\.py)(?<!\.json)|.+\.md)"
 )
 _MOST_OF_DOCUMENT = 16 << 20  # bytes
@@ -97,7 +97,7 @@ def find_documents(folder: Path) -> dict[str, Path]:
 
 
 def _is_document(folder: Path, path: Path) -> bool:
-    if not (path.name.isprintable() and _DOCUMENT.fullmatch(path.name) and is_file(path)):
+    if not (path.name.isprintable() and DOCUMENT.fullmatch(path.name) and is_file(path)):
         return False
     if size(path) > _MOST_OF_DOCUMENT:
         return False

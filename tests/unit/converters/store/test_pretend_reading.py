@@ -94,6 +94,17 @@ def test_opening_reads_headers_and_a_box_its_bytes(tmp_path):
         (catalog.root / "model.safetensors").open()
 
 
+def test_beside_a_file_only_usual_names_are_copied(llama, tmp_path):
+    folder = shutil.copytree(llama, tmp_path / "hf")
+    (folder / "metrics.json").write_text("{}")
+    torch.save({"a": torch.zeros(2)}, folder / "other.pt")
+    catalogs = [open_checkpoint(upload(place)) for place in (folder / "other.pt", folder / "model.safetensors")]
+    assert all((catalog.root / "config.json").is_file() for catalog in catalogs)
+    assert not any((catalog.root / "metrics.json").is_file() for catalog in catalogs)
+    (folder / "other.pt").unlink()
+    assert (open_checkpoint(upload(folder)).root / "metrics.json").is_file()
+
+
 def test_an_object_that_is_replaced_while_it_is_read(llama, tmp_path):
     location, data = upload(llama), (llama / "model.safetensors").read_bytes()
     reader = CatalogReader(open_checkpoint(location))
