@@ -176,18 +176,18 @@ def test_a_flipped_bit_is_found_before_any_rank_changes_a_weight(pools, saved, t
 
 def save_on_nodes(layout: Layout, folder: Path, nodes: list[str]) -> dict[str, int]:
     """Case: a save by ranks on these nodes; the bytes that this rank reads back, by file."""
-    usual, read, num_read = checkpoint_write.socket.gethostname, CatalogReader._fill, Counter()
+    usual, read, num_read = checkpoint_write.socket.gethostname, CatalogReader.read, Counter()
     checkpoint_write.socket.gethostname = lambda: nodes[dist.get_rank()]
 
-    def counted(reader, file, fqn, start, view):
-        num_read[file] += len(view)
-        read(reader, file, fqn, start, view)
+    def counted(reader, fqn, box):
+        reader.on_read = lambda file, start, view: num_read.update({file: len(view)})
+        return read(reader, fqn, box)
 
-    CatalogReader._fill = counted
+    CatalogReader.read = counted
     try:
         save(layout, folder)
     finally:
-        checkpoint_write.socket.gethostname, CatalogReader._fill = usual, read
+        checkpoint_write.socket.gethostname, CatalogReader.read = usual, read
     return dict(num_read)
 
 
