@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.store.location import Place, locate
 from trainer.config.load import load_config as _load_config
 from trainer.config.sections import Config
 from trainer.config.sections import register_section as _register_section
@@ -92,7 +93,7 @@ def train(config: Config, *, ignore_memory: bool = False) -> None:
     main(config, ignore_memory=ignore_memory)
 
 
-def seed(config: Config, dst: Path | str, *, overwrite: bool = False) -> SeedReport:
+def seed(config: Config, dst: Place, *, overwrite: bool = False) -> SeedReport:
     """Write the initial weights of a config's model as a DCP checkpoint, without building the model.
 
     They are the weights that `train` starts with, sharded for the mesh of the config.
@@ -101,7 +102,7 @@ def seed(config: Config, dst: Path | str, *, overwrite: bool = False) -> SeedRep
     >>> report.mesh, report.num_files
     ('pp=2,dp_shard=2,tp=2', 8)
     """
-    return _seed(resolve_job(config), Path(dst), overwrite=overwrite)
+    return _seed(resolve_job(config), locate(dst), overwrite=overwrite)
 
 
 def register_section(name: str, record: type) -> None:

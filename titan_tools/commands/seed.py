@@ -1,10 +1,10 @@
 """`titan seed`: write the initial weights as a checkpoint, sharded for the mesh of a config."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from converters.store.location import Location, locate
 from titan_tools.commands.config_words import check_words
 from titan_tools.commands.convert_options import DEFAULT_WORKERS, Json, Workers
 from titan_tools.terminal.completion import complete_config
@@ -16,7 +16,7 @@ def seed(
         str,
         typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG", autocompletion=complete_config),
     ],
-    out: Annotated[Path, typer.Argument(help="The folder to create.", metavar="OUT")],
+    out: Annotated[Location, typer.Argument(help="The folder to create.", metavar="OUT", parser=locate)],
     workers: Workers = DEFAULT_WORKERS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")] = False,
     ignore_memory: Annotated[

@@ -20,6 +20,7 @@ from converters.model.model_info import ModelInfo, read_model_info
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.manifest import check_files, read_manifest
+from converters.verify import verify
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
 from trainer.job.job import resolve_job
@@ -49,12 +50,14 @@ def test_stock_dcp_reads_the_first_weights(tmp_path):
     assert check_files(tmp_path / "seed") == []
 
 
-def test_each_rank_of_the_mesh_finds_its_boxes_as_whole_chunks(tmp_path):
+@pytest.mark.parametrize("store", ["folder", "pretend"], indirect=True)
+def test_each_rank_of_the_mesh_finds_its_boxes_as_whole_chunks(place):
     seed(
         resolve_job(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2)),
-        tmp_path / "seed",
+        place / "seed",
     )
-    catalog, mesh = open_checkpoint(tmp_path / "seed"), MeshShape(pp=2, dp_shard=2, tp=2)
+    catalog, mesh = open_checkpoint(place / "seed"), MeshShape(pp=2, dp_shard=2, tp=2)
+    assert verify(place / "seed").ok
     assert sorted({c.file for t in catalog.tensors.values() for c in t.chunks}) == [f"__{r}_0.distcp" for r in range(8)]
     for parameter in LLAMA3.parameters(FLAVORS["debug_gqa"]):
         boxes = {chunk.box for chunk in catalog.tensors[parameter.fqn].chunks}
