@@ -22,7 +22,7 @@ def load_for_inference(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     device: Literal["cpu", "cuda"] | None = None,
-    quantize: Literal["int8", "float8"] | None = None,
+    quantize: Literal["int8", "float8", "stored"] | None = None,
     compile: bool = False,
     context: int | None = None,
     select: str | None = None,
@@ -34,7 +34,8 @@ def load_for_inference(
         checkpoint: as for `titan infer`; of a run folder the newest complete step.
         dtype: of the computation; default: the checkpoint's own.
         device: default: the GPU if there is one, else the CPU.
-        quantize: round the weights of linear layers and experts to 8 bits.
+        quantize: round the weights of linear layers and experts to 8 bits; "stored": keep a checkpoint's own float8 or
+            mxfp4 weights.
         compile: compile the decode step.
         context: length of the longest sequence; default: the model's context, at most 8192.
         select: the model, if the checkpoint holds several.
@@ -50,18 +51,21 @@ def load_for_inference(
     True
     """
     from converters.store.hub_names import find_local
-    from titan_tools.infer.generator import load_for_inference as _load
+    from titan_tools.infer.decoding.sampling import Sampling
+    from titan_tools.infer.generator import load_generator
+    from titan_tools.infer.request import Request
 
-    return _load(
+    request = Request(
         find_local(checkpoint),
+        Sampling(),
+        tp=1,
         dtype=dtype,
-        device=device,
         quantize=quantize,
         compile=compile,
-        context=context,
         select=select,
         model_from=None if model_from is None else find_local(model_from),
     )
+    return load_generator(request, device=device, context=context)
 
 
 def estimate(

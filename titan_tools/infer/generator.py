@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from titan_tools.infer.text.prompts import Prompt
 
 
 class Generator:
-    """A loaded checkpoint that completes prompts; made by `load_for_inference`.
+    """A loaded checkpoint that completes prompts; made by `load_generator`.
 
     The cache keeps the last sequence, so that a prompt with the same beginning is not computed again.
     """
@@ -111,43 +111,11 @@ class Generator:
         return list(tokens)
 
 
-def load_for_inference(
-    checkpoint: Place,
-    *,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    device: Literal["cpu", "cuda"] | None = None,
-    quantize: Literal["int8", "float8", "stored"] | None = None,
-    compile: bool = False,
-    context: int | None = None,
-    select: str | None = None,
-    model_from: Place | None = None,
-) -> Generator:
-    """Load a checkpoint of any format for generation in this process.
+def load_generator(request: Request, *, device: str | None = None, context: int | None = None) -> Generator:
+    """Load the checkpoint of a request; `device` and `context` are those of `titan_tools.api.load_for_inference`.
 
-    Args:
-        checkpoint: as for `titan infer`; of a training run's folder the newest complete step is loaded.
-        dtype: of the computation (default: the checkpoint's own).
-        device: default: the GPU if there is one, else the CPU.
-        quantize: round the weights of linear layers and experts to 8 bits; "stored": keep a checkpoint's float8
-            or mxfp4.
-        compile: compile the decode step.
-        context: tokens of the longest sequence (default: the model's context, at most 8192).
-        select: the model, where the checkpoint holds several.
-        model_from: folder with the model's config and tokenizer, where the checkpoint lacks them.
-
-    Raises CheckpointError if the checkpoint cannot be read, ConfigError if the options do not fit it, and
-    OutOfMemory.
+    Raises CheckpointError if the checkpoint cannot be read, ConfigError if the options do not fit it, and OutOfMemory.
     """
-    request = Request(
-        locate(checkpoint),
-        Sampling(),
-        tp=1,
-        dtype=dtype,
-        quantize=quantize,
-        compile=compile,
-        select=select,
-        model_from=None if model_from is None else locate(model_from),
-    )
     ranks = TPRanks(1, 0, own_device(1) if device is None else torch.device(device))
     for found in find_checkpoints(request.checkpoint):
         with open_native(found.place, select=request.select, model_from=request.model_from) as weights:

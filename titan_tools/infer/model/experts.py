@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from converters.common.box import Box
 from converters.families.blocks import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
+from titan_tools.infer.model.linear import gathered_products
 from titan_tools.infer.model.quantize import QuantizedWeight
 from titan_tools.infer.model.reading import Joined
 from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight
@@ -31,7 +32,6 @@ from trainer.parallel.compile import why_inductor_cannot
 
 _GROUPED_MULTIPLE_BYTES = 16  # of the strides of what grouped_mm multiplies
 _GROUPED_WITHOUT_SYNC = (9, 10)  # major compute capabilities with a kernel for it; others loop, with counts on the host
-_GATHERED_ELEMENTS = 1 << 25  # of chosen weights copied at once, where no compiler is installed
 
 
 class SortedRows:
@@ -331,12 +331,5 @@ def _compiled_chosen_products() -> Callable[[Tensor, Tensor, Tensor | None, Tens
 
 
 def _gathered_products(x_RI: Tensor, data_EOI: Tensor, scale_EO: Tensor | None, ids_R: Tensor) -> Tensor:
-    """Without a compiler: copies of the chosen weights, a few rows at a time."""
-    step = max(1, _GATHERED_ELEMENTS // max(data_EOI[0].numel(), 1))
-    parts = []
-    for start in range(0, len(x_RI), step):
-        rows = slice(start, start + step)
-        out_R1O = torch.bmm(x_RI[rows, None], data_EOI[ids_R[rows]].to(x_RI.dtype).transpose(1, 2))
-        parts.append(out_R1O[:, 0])
-    out_RO = torch.cat(parts)
+    out_RO = gathered_products(x_RI, ids_R, data_EOI.__getitem__, num_values=data_EOI[0].numel())
     return out_RO if scale_EO is None else (out_RO * scale_EO[ids_R]).to(x_RI.dtype)

@@ -21,7 +21,7 @@ from converters.common.box import Box
 from converters.quantized.stored_blocks import CODES_OF, SCALES_OF
 from converters.views.fp8 import LARGEST, decode
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS, gathered_products
 from titan_tools.infer.model.reading import Joined
 from trainer.checkpoints.arrays import as_tensor
 from trainer.parallel.compile import why_inductor_cannot
@@ -33,7 +33,6 @@ _LEAST_CAPABILITY = (9, 0)
 _SMALLEST = 1e-12  # lower bound of the largest of 128 features, against a division by zero
 # What cuBLAS takes: a multiple of these rows of activations, and of these blocks along K, which need not be filled
 _ROWS_MULTIPLE = _BLOCKS_MULTIPLE = 4
-_GATHERED_ELEMENTS = 1 << 25  # of chosen experts' weights copied at once
 _Block = tuple[int, int]
 _Products = Callable[[Tensor, Tensor, Tensor, Tensor | None, _Block, _Block], Tensor]
 Reads = Iterator[tuple[Joined, Callable[[Tensor], None]]]
@@ -141,15 +140,12 @@ def values_products(
 def _gathered_products(
     x_RK: Tensor, codes: Tensor, scales: Tensor, ids_R: Tensor | None, block: _Block, start: _Block
 ) -> Tensor:
-    """Without a compiler: the values of the chosen weights, a few rows at a time."""
     assert ids_R is not None, "one matrix is multiplied in blocks of rows"
-    step = max(1, _GATHERED_ELEMENTS // max(codes[0].numel(), 1))
-    parts = []
-    for first in range(0, len(x_RK), step):
-        rows = slice(first, first + step)
-        values_RNK = block_values(codes[ids_R[rows]], scales[ids_R[rows]], block, start).to(x_RK.dtype)
-        parts.append(torch.bmm(x_RK[rows, None], values_RNK.transpose(1, 2))[:, 0])
-    return torch.cat(parts)
+
+    def values(ids: Tensor) -> Tensor:
+        return block_values(codes[ids], scales[ids], block, start)
+
+    return gathered_products(x_RK, ids_R, values, num_values=codes[0].numel())
 
 
 @cache

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 _LEAST_PACKED_BYTES = 1 << 20  # smaller weights stay in a core's cache, where the layout makes no difference
 _MEASURED_ON = ("x86_64", "AMD64")  # on ARM torch's own products use oneDNN and its kernels already
 BLOCK_ELEMENTS = 1 << 20  # cast at a time: they fit a CPU's cache
+_GATHERED_ELEMENTS = 1 << 25  # of chosen weights copied at once
 _FEW_ROWS = 4  # up to which torch's loop is as fast: it reads 16 bits where a cast writes and reads 32 more
 
 
@@ -76,6 +77,20 @@ def fuse(parent: nn.Module, names: Sequence[str], sizes: Sequence[int]) -> None:
     setattr(parent, names[0], fused)
     for number, name in enumerate(names[1:], start=1):
         setattr(parent, name, FusedPart(fused, number))
+
+
+def gathered_products(x_RI: Tensor, ids_R: Tensor, values: Callable[[Tensor], Tensor], *, num_values: int) -> Tensor:
+    """The product of each row with the matrix of its id, [R, O], a few rows at a time: for where there is no compiler.
+
+    `values` returns the matrices of some ids, each of `num_values` elements.
+    """
+    step = max(1, _GATHERED_ELEMENTS // max(num_values, 1))
+    parts = []
+    for start in range(0, len(x_RI), step):
+        rows = slice(start, start + step)
+        chosen_ROI = values(ids_R[rows]).to(x_RI.dtype)
+        parts.append(torch.bmm(x_RI[rows, None], chosen_ROI.transpose(1, 2))[:, 0])
+    return torch.cat(parts)
 
 
 class LinearWeight:

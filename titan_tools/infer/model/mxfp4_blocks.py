@@ -20,7 +20,7 @@ from converters.common.box import Box
 from converters.quantized.stored_blocks import CODES_OF, SCALES_OF
 from converters.views.mxfp4 import BLOCK, CODE_BYTES, value_pairs
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS, gathered_products
 from titan_tools.infer.model.reading import Joined
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.cpu_products import multiplies
@@ -147,14 +147,10 @@ def products_are_right(products: Callable[[Tensor, Tensor, Tensor, Tensor], Tens
 
 
 def _gathered_products(x_RK: Tensor, codes: Tensor, scales: Tensor, ids_R: Tensor) -> Tensor:
-    """Without a compiler: the values of the chosen weights, a few rows at a time."""
-    step = max(1, _GPU_BLOCK_ELEMENTS // max(2 * codes[0].numel(), 1))
-    parts = []
-    for start in range(0, len(x_RK), step):
-        rows = slice(start, start + step)
-        values_RNK = block_values(codes[ids_R[rows]], scales[ids_R[rows]]).to(x_RK.dtype)
-        parts.append(torch.bmm(x_RK[rows, None], values_RNK.transpose(1, 2))[:, 0])
-    return torch.cat(parts)
+    def values(ids: Tensor) -> Tensor:
+        return block_values(codes[ids], scales[ids])
+
+    return gathered_products(x_RK, ids_R, values, num_values=2 * codes[0].numel())
 
 
 def mxfp4_slice(box: Box) -> Mxfp4Slice:

@@ -87,12 +87,3 @@ class Trace:
         for segment in self.segments:
             for event in segment.events:
                 yield segment, event
-
-    def peak_bytes(self, *, steps: range | None = None) -> int:
-        """The most that is allocated at once, unrounded, at an instant within `steps` (None: any)."""
-        held = highest = 0
-        for segment, event in self.events():
-            held += self.blocks[event].num_bytes if event >= 0 else -self.blocks[~event].num_bytes
-            if held > highest and (steps is None or segment.point.step in steps):
-                highest = held
-        return highest

@@ -7,7 +7,7 @@ import pytest
 from converters.common.errors import CheckpointError, ConfigError
 from tests.chat_templates import CHATML
 from tests.models.llama import write as write_llama
-from titan_tools.infer.generator import load_for_inference
+from titan_tools.api import load_for_inference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -161,7 +161,7 @@ def test_a_decode_step_reads_the_chosen_experts_only(mixed):
 
 @pytest.mark.parametrize("how", ["compiled", "gathered"])
 def test_a_step_of_fixed_shapes_reads_the_chosen_experts_only(how, monkeypatch):
-    monkeypatch.setattr(experts_file, "_GATHERED_ELEMENTS", 2 * 6 * 4)  # two rows at a time
+    monkeypatch.setattr(linear, "_GATHERED_ELEMENTS", 2 * 6 * 4)  # two rows at a time
     multiply = experts_file._chosen_products if how == "compiled" else experts_file._gathered_products
     generator = torch.Generator().manual_seed(0)
     data_EOI, x_RI = torch.randn(5, 6, 4, generator=generator), torch.randn(7, 4, generator=generator)

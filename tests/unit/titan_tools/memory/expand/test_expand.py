@@ -223,16 +223,22 @@ def test_parameters_that_differ_far_from_the_first_layers_are_seen():
     assert shallow_model(replace(whole, family=replace(own, parameters=parameters)), rank=0) is None
 
 
-@pytest.mark.parametrize(
-    ("left_out", "captured"),
-    [("wk", 4), pytest.param("layers.3.", 8, marks=pytest.mark.slow), pytest.param("layers.8.", 12)],
-)
-def test_layers_of_which_some_are_in_float8_stand_for_themselves(left_out, captured, depths_captured):
-    case = (2, 12, {**PRECOMPUTED, "float8.filter_fqns": ("output", left_out)}, 0)
-    few = shallow_model(Job.of(*job(*case[:3])), rank=0)
+@pytest.mark.parametrize(("left_out", "captured"), [("wk", 4), ("layers.3.", 8), ("layers.8.", 12)])
+def test_layers_of_which_some_are_in_float8_stand_for_themselves(left_out, captured):
+    whole = Job.of(*job(2, 12, {**PRECOMPUTED, "float8.filter_fqns": ("output", left_out)}))
+    few = shallow_model(whole, rank=0)
     assert (12 if few is None else num_layers(few.job)) == captured
-    if captured == 8:
-        compare(case, depths_captured, num_steps=1)
+
+
+def test_dense_layers_that_differ_are_expanded(depths_captured):
+    """Gemma 3's: windows in two of three layers, no experts."""
+    with gemma3.registered():
+        config, args, dims = job(2, 12, every(3) | {"model.name": "gemma3", "model.flavor": "tiny"})
+        args = replace(gemma3.GEMMA3.flavors["tiny"], num_layers=16, window_layers=tuple(n for n in range(16) if n % 3))
+        whole = Job.of(config, args, dims)
+        expanded = trace_rank(whole, rank=0, kernels=KERNELS, num_steps=1)
+        assert min(depths_captured) < 16 and len(depths_captured) == 1
+        assert_same(expanded, capture(whole, rank=0, kernels=KERNELS, num_steps=1))
 
 
 @pytest.mark.slow
