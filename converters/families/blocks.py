@@ -141,6 +141,8 @@ class Block:
     feed_forward: Dense | Experts
     before: Norm | None  # of what attention and feed-forward read
     after: Norm | None = None  # of what they return, before it is added to the residual stream
+    parallel: bool = False  # both read the residual stream of before the layer, through one norm
+    residual: float = 1.0  # the factor of what is added to the residual stream
 
     @property
     def latent(self) -> Latent | None:
@@ -162,6 +164,7 @@ class Ends:
     norm: Norm  # of the last layer's result
     # The factor of the embeddings, rounded to the dtype of the computation first, as Gemma does
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
 
 
 def plain_ends(args: ModelArgs) -> Ends:

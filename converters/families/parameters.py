@@ -137,7 +137,7 @@ def layer_parameters(layer: str, args: ModelArgs, block: Block) -> list[Paramete
             else dense_parameters(f"{layer}.feed_forward", args.dim, feed_forward)
         ),
         *_norm(f"{layer}.attention_norm", block.before, args.dim),
-        *_norm(f"{layer}.ffn_norm", block.before, args.dim),
+        *_norm(f"{layer}.ffn_norm", None if block.parallel else block.before, args.dim),
         *_norm(f"{layer}.attention_post_norm", block.after, args.dim),
         *_norm(f"{layer}.ffn_post_norm", block.after, args.dim),
         *_norm(f"{layer}.attention.q_norm", head_norm, args.head_dim, Role.HEAD_NORM),

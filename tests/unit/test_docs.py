@@ -349,6 +349,19 @@ def test_the_parameters_and_roles_of_the_extension_page_are_current():
     assert [key for key in args.__dataclass_fields__ if f"`{key}`" not in text] == []
 
 
+def test_the_model_of_the_extension_page_computes():
+    import torch
+
+    from converters.families.registry import get_family
+
+    (code,) = re.findall(r"```python\n(from torch import nn.*?)```", EXTENSION, re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    model = names["build_model"](get_family("llama3").flavors["debug_gqa"])
+    assert model(torch.zeros(1, 3, dtype=torch.long)).isfinite().all()
+    assert not [fqn for fqn, _ in model.named_parameters() if fqn.endswith("w3.weight")]
+
+
 def test_the_cli_reference_states_defaults_and_values():
     reference = cli_reference()
     for words in (

@@ -8,7 +8,6 @@ import torch
 
 from converters.common.errors import ConfigError
 from converters.source.weights import open_native
-from converters.store.location import Place, locate
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, generate
 from titan_tools.infer.decoding.likelihood import Likelihood

@@ -37,15 +37,32 @@ class TransformerBlock(nn.Module):
             self.moe = MoE(args.dim, block.feed_forward)
         else:
             self.feed_forward = FeedForward(args.dim, block.feed_forward)
-        self.attention_norm, self.ffn_norm = (make_norm(block.before, args.dim) for _ in range(2))
+        self.residual = block.residual
+        self.attention_norm = make_norm(block.before, args.dim)
+        self.ffn_norm = make_norm(None if block.parallel else block.before, args.dim)
         self.attention_post_norm, self.ffn_post_norm = (make_norm(block.after, args.dim) for _ in range(2))
 
     def forward(self, x_BLD: Tensor, rotations: PositionFeatures, **mask: Any) -> Tensor:
-        attended_BLD = self.attention(self.attention_norm(x_BLD), rotations=rotations, **mask)
-        h_BLD: Tensor = x_BLD + self.attention_post_norm(attended_BLD)
+        h_BLD: Tensor = x_BLD + self._attend(self.attention_norm(x_BLD), rotations, **mask)
+        return h_BLD + self._feed_forward(self.ffn_norm(h_BLD))
+
+    def _attend(self, x_BLD: Tensor, rotations: PositionFeatures, **mask: Any) -> Tensor:
+        return self._scaled(self.attention_post_norm(self.attention(x_BLD, rotations=rotations, **mask)))
+
+    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
         feed_forward = self.moe if self.has_experts else self.feed_forward
-        out_BLD: Tensor = h_BLD + self.ffn_post_norm(feed_forward(self.ffn_norm(h_BLD)))
-        return out_BLD
+        return self._scaled(self.ffn_post_norm(feed_forward(x_BLD)))
+
+    def _scaled(self, x_BLD: Tensor) -> Tensor:
+        return x_BLD if self.residual == 1.0 else x_BLD * self.residual
+
+
+class ParallelBlock(TransformerBlock):
+    """One layer whose attention and feed-forward read the same."""
+
+    def forward(self, x_BLD: Tensor, rotations: PositionFeatures, **mask: Any) -> Tensor:
+        read_BLD = self.attention_norm(x_BLD)
+        return x_BLD + self._attend(read_BLD, rotations, **mask) + self._feed_forward(read_BLD)
 
 
 class Transformer(ModelPart):
@@ -59,14 +76,16 @@ class Transformer(ModelPart):
     ):
         super().__init__()
         self.args, ends = args, ends or plain_ends(args)
-        self.embedding_scale = ends.embedding_scale
+        self.embedding_scale, self.logit_scale = ends.embedding_scale, ends.logit_scale
         # (documents or None, number of tokens here) → what inner attentions take as `mask`; set if one takes it
         self.make_mask: Callable[..., Any] | None = None
         blocks = [block(args, n) for n in range(args.num_layers)]
         features = position_features([each.attention for each in blocks])
         self.rope: nn.Module = Positions(features)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(n): TransformerBlock(args, each, features) for n, each in enumerate(blocks)})
+        kinds = [ParallelBlock if each.parallel else TransformerBlock for each in blocks]
+        layers = [kind(args, each, features) for kind, each in zip(kinds, blocks, strict=True)]
+        self.layers = nn.ModuleDict({str(n): layer for n, layer in enumerate(layers)})
         self.norm: nn.Module | None = make_norm(ends.norm, args.dim)
         self.output: nn.Module | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie()
@@ -103,6 +122,8 @@ class Transformer(ModelPart):
             h_BLD = layer(h_BLD, rotations, **mask)
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
+            if self.logit_scale != 1.0:  # here, where the output stays a plain linear layer
+                h_BLD = h_BLD * self.logit_scale
         return self.output(h_BLD) if self.output is not None else h_BLD
 
     def embed(self, tokens_BL: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import transformers
 from converters.api import convert, diff
 from converters.families.args import ModelArgs
 from converters.families.blocks import Block, Dense, Ends, GroupedQuery, Norm, Rope, Temperature
+from converters.families.parameters import parameters_of
 from converters.families.rope import YarnRope
 from converters.source.weights import open_native
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
@@ -75,6 +76,22 @@ CLASSES = {
             after=NORM,
         ),
     ),
+    "Granite": (
+        "Granite",
+        {"attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 5.0, "embedding_multiplier": 1.0},
+        lambda n: replace(attend(scale=0.3), residual=0.4),
+        Ends(NORM, logit_scale=0.2),
+    ),
+    "Command R 7B": (
+        "Cohere2",
+        {"sliding_window": 8, "layer_types": SLIDES, "layer_norm_eps": 1e-3, "logit_scale": 0.3},
+        lambda n: replace(
+            attend(rope=replace(ROPE, pairs=True) if n % 2 == 0 else None, window=8 if n % 2 == 0 else None),
+            before=replace(NORM, centers=True),
+            parallel=True,
+        ),
+        Ends(replace(NORM, centers=True), logit_scale=0.3),
+    ),
     "GLM 4.5, dense": (
         "Glm4Moe",
         {"first_k_dense_replace": 5, "use_qk_norm": True, "attention_bias": True},
@@ -105,15 +122,17 @@ def native(name: str, *, is_post_norm: bool) -> str:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_logits_of_a_description_are_those_of_transformers(name):
-    called, numbers, block = CLASSES[name]
+    called, numbers, block, *ends = CLASSES[name]
     config = getattr(transformers, f"{called}Config")(**NUMBERS | {"rope_theta": 1e4} | numbers)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{called}ForCausalLM")(config).eval()
     randomize(theirs)
-    ours = Transformer(ARGS, lambda args, layer: block(layer), Ends(NORM))
+    ours = Transformer(ARGS, lambda args, layer: block(layer), *(ends or [Ends(NORM)]))
     weights = {native(n, is_post_norm=block(0).before is None): w for n, w in theirs.state_dict().items()}
     ours.load_state_dict(weights)
+    listed = parameters_of(lambda args, layer: block(layer))(ARGS)
+    assert {(p.fqn, p.shape) for p in listed} == {(fqn, tuple(w.shape)) for fqn, w in ours.state_dict().items()}
     tokens = torch.randint(97, (2, 60))
     with torch.no_grad():
         found, wanted = ours(tokens), theirs(tokens).logits

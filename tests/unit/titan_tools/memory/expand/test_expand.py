@@ -6,6 +6,7 @@ import pytest
 
 import trainer.models.decoder as llama3_model
 from converters.families.registry import get_family
+from tests.models import gemma3
 from titan_tools.memory.expand import ranks
 from titan_tools.memory.expand.layers import Depth, expand_layers, shallow_model
 from titan_tools.memory.expand.pieces import Aperiodic
