@@ -9,6 +9,7 @@ ONE_RANK = Layout("one rank")
 GQA, TIED = "debug_gqa", "debug_tied"
 BIASED, QWEN_BIASED = "llama3_biased/debug_gqa", "qwen3_biased/debug_gqa"
 QWEN_GQA, QWEN_TIED = "qwen3/debug_gqa", "qwen3/debug_tied"
+GEMMA = "gemma3/debug"
 PP, TP, CP = "pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"
 REPLICAS = "data_parallel_replicate_degree"
 EP, ETP = "expert_parallel_degree", "expert_tensor_parallel_degree"
@@ -64,9 +65,12 @@ CASES = [
     (_pipe("pp 2"), QWEN_TIED),
     # biases: a sharded product's is added once
     (Layout("tp 2", 2, {TP: 2}), BIASED),
+    # a description from outside: layers that differ, norms of 1 + weight before and after
+    (_pipe("tp 2 pp 2", 4, **{TP: 2}), GEMMA),
 ]
 # More ranks, or one more of a kind that CASES has; compiled layers: test_compile.py
 SLOW_CASES = [
+    (Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}), GEMMA),
     (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
     (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
     (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),

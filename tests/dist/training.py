@@ -16,6 +16,7 @@ from converters.families.parameters import Role
 from converters.families.registry import get_family
 from converters.families.rope import YarnRope
 from converters.model.model_info import ModelInfo
+from tests.models.gemma3 import GEMMA3
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, TokenBatch
@@ -48,7 +49,15 @@ def args_of(flavor: str) -> ModelArgs:
         _register_biased(family)
     elif family in (EXPERTS, LATENTS, BIASED_EXPERTS, SCALED_EXPERTS):
         _register_experts(family)
+    elif family == GEMMA3.name:
+        _register_gemma3()
     return get_family(family).flavors[name]
+
+
+def _register_gemma3() -> None:
+    """Layers and norms that no family of titan's has; the vocabulary is that of `global_batch`."""
+    families.register(replace(GEMMA3, flavors={"debug": replace(GEMMA3.flavors["tiny"], vocab_size=2048)}))
+    trained_families.register(GEMMA3.name)
 
 
 def _register_biased(name: str) -> None:
