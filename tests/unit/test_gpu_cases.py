@@ -53,7 +53,7 @@ def test_the_options_of_a_gpu_test_fit_its_job(job, options):
 @pytest.mark.parametrize("options", [options for options, _ in COMMANDS], ids=" ".join)
 def test_the_options_of_a_gpu_test_of_inference_go_together(titan, monkeypatch, options):
     asked = []
-    monkeypatch.setattr(run, "infer", asked.append)
+    monkeypatch.setattr(run, "run_request", asked.append)
     code, _, err = titan("infer", "somewhere", *ASK, *options)
     assert code == 0, err
     check_options(*asked)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from converters.model.model_info import ModelInfo
+from converters.store.location import Location
 from trainer.checkpoints import problems as module
 from trainer.checkpoints.problems import (
     checkpoint_machine_problems,
@@ -64,9 +65,9 @@ def test_a_dtype_that_nothing_is_exported_in_is_reported(key):
 def test_where_a_run_starts_from():
     named = Model(hf_assets_path="b")
     assert initial_path(Checkpoint(), Model()) is None
-    assert initial_path(Checkpoint(initial_load_path="a"), Model()) == Path("a")
-    assert initial_path(Checkpoint(initial_load_path="a", initial_load_in_hf=True), named) == Path("a")
-    assert initial_path(Checkpoint(initial_load_in_hf=True), named) == Path("b")
+    assert initial_path(Checkpoint(initial_load_path="a"), Model()) == Location("a")
+    assert initial_path(Checkpoint(initial_load_path="a", initial_load_in_hf=True), named) == Location("a")
+    assert initial_path(Checkpoint(initial_load_in_hf=True), named) == Location("b")
     assert _problems(named, initial_load_in_hf=True) == []
 
 
