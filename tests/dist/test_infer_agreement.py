@@ -59,15 +59,15 @@ def infer(asked, place, num=2, part_bytes=manifest._PART_BYTES, machines=((0, 1)
     out, err, read, wrong = io.StringIO(), io.StringIO(), [], ""
     before, sum_part = manifest._PART_BYTES, manifest._sum_part
 
-    def noted(path, start, size):
-        read.append((path.name, start))
-        return sum_part(path, start, size)
+    def noted(store, name, start, size):
+        read.append((name, start))
+        return sum_part(store, name, start, size)
 
     manifest._PART_BYTES, manifest._sum_part = part_bytes, noted
     try:
         with chdir(place / str(rank)), redirect_stdout(out), redirect_stderr(err):
             ranks = TPRanks(num, rank, CPU, world, _machine_group(machines, world))
-            infer_run._infer(ranks.done_by_first(lambda: request), ranks)
+            infer_run._run_on_rank(ranks.done_by_first(lambda: request), ranks)
     except TitanError as error:
         wrong = f"{error.message}\nhint: {error.hint}" if len(machines) > 1 else error.message
     finally:
