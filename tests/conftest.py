@@ -46,6 +46,19 @@ def pytest_collection_finish(session):
 TOLD, COUNTED = "message", "counted"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def families_of_this_file():
+    """What a file registers is not known to the next one in the same process."""
+    from converters.families import registry as families_registry
+    from trainer.models import registry as models_registry
+
+    before = [(each._FAMILIES, set(each._FAMILIES)) for each in (families_registry, models_registry)]
+    yield
+    for families, known in before:
+        for name in families.keys() - known:
+            del families[name]
+
+
 @pytest.fixture
 def tell(request):
     """`tell(line)`: stands in the summary behind pytest's output, whether or not the test passes, also under xdist."""

@@ -27,7 +27,7 @@ FEW = ("titan_tools/test_download.py::test_into_a_plain_folder", "titan_tools/te
 MORE = (
     "titan_tools/test_config_command.py",
     *("titan_tools/test_cli.py", "titan_tools/test_download.py", "titan_tools/test_data_command.py"),
-    *("titan_tools/test_launch.py", "titan_tools/test_train_devices.py", "titan_tools/test_dry_run_command.py"),
+    *("titan_tools/launch/test_launch.py", "titan_tools/test_train_devices.py", "titan_tools/test_dry_run_command.py"),
     *(
         "titan_tools/memory/test_command.py",
         "titan_tools/test_convert_command.py",
