@@ -4,6 +4,8 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from converters.common.extensions import ExtensionError
+
 
 class Unit(NamedTuple):
     """A module of a model.
@@ -22,8 +24,8 @@ class ModelPart(nn.Module):
     """A model, or the units of it that a pipeline stage has. Its forward takes the input, and others by name."""
 
     def units(self) -> list[Unit]:
-        """The units that this part has, in the order of forward."""
-        raise NotImplementedError
+        """The units that this part has, in the order of forward. Every model lists its own."""
+        raise ExtensionError(f"the model {type(self).__name__} has no units(), the list of its modules")
 
     def tie(self) -> None:
         """Make modules share the parameters that they have in common, after parameters were replaced."""
