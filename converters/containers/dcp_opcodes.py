@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from converters.common.box import Box
@@ -121,7 +122,7 @@ class MetadataEmitter:
 
     def places(self, fqn: str, places: Iterable[StorageLocation]) -> bytes:
         """MetadataIndex and _StorageInfo of each: shared parts of half a million of them are joined beforehand."""
-        text, size, integer = self.text, self.size, self.integer
+        known, integer = self._memo.get, cache(self.integer)  # starts and lengths repeat from rank to rank
         parts: list[bytes] = []
         fixed: tuple[bytes, ...] = ()
         for number, (box, file, start, length) in enumerate(places):
@@ -131,7 +132,8 @@ class MetadataEmitter:
                 continue
             assert box is not None, f"{fqn}: a plain value in two places"
             to_index, to_offset, to_file, to_start, to_length = fixed
-            parts += (to_index, integer(number), to_offset, size(box.offsets), to_file, text(file))
+            offset, name = known(box.offsets) or self.size(box.offsets), known(file) or self.text(file)
+            parts += (to_index, integer(number), to_offset, offset, to_file, name)
             parts += (to_start, integer(start), to_length, integer(length), _END_RECORD)
         return b"".join(parts)
 

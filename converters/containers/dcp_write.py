@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -34,6 +34,7 @@ def plan_dcp(
 
     Raises CheckpointError unless the boxes cover every tensor exactly once.
     """
+    layout_of = cache(partial(item_layout, streamed=streamed))
     slots: list[Slot] = []
     file_bytes: dict[str, int] = {}
     places: dict[str, list[StorageLocation]] = {fqn: [] for fqn in tensors}
@@ -41,7 +42,7 @@ def plan_dcp(
         position = 0
         for fqn, box in boxes:
             dtype = tensors[fqn].dtype
-            layout = item_layout(dtype, box.sizes, streamed=streamed)
+            layout = layout_of(dtype, box.sizes)
             slots.append(Slot(fqn, dtype, box, file, position + layout.data_offset))
             places[fqn].append(StorageLocation(box, file, position, layout.total_bytes))
             position += layout.total_bytes
@@ -65,7 +66,7 @@ def plan_dcp(
     def around(file: str, crc32_of: Crc32Of) -> Iterator[tuple[int, bytes]]:
         for number in range(boxes_of[file]):
             slot = slots[firsts[file] + number]
-            layout = item_layout(slot.dtype, slot.box.sizes, streamed=streamed)
+            layout = layout_of(slot.dtype, slot.box.sizes)
             start = slot.byte_offset - layout.data_offset
             for offset, data in item_pieces(slot.dtype, slot.box.sizes, partial(crc32_of, number), streamed=streamed):
                 yield start + offset, data

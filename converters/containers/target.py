@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from converters.common.box import Box, TensorInfo
 from converters.common.crc import crc32, join_crc32
@@ -12,8 +13,7 @@ from converters.store.output import OffsetFiles
 Crc32Of = Callable[[int], int]  # of the n-th slot of a file
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A box of a tensor and its place in the output: row-major and contiguous, from `byte_offset` of `file`."""
 
     fqn: str

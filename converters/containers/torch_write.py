@@ -1,7 +1,7 @@
 """Plan torch files as torch.save writes them, without torch: one dict of tensors, or the shards of a Meta release."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -130,7 +130,7 @@ def plan_meta(
         file = META_SHARD.format(index=index)
         part = plan_torch(infos, file=file, shared=shared, root=Path(file).stem, stored=stored, streamed=streamed)
         parts[file] = part
-        slots += [replace(slot, box=boxes[slot.fqn]) for slot in part.slots]
+        slots += [slot._replace(box=boxes[slot.fqn]) for slot in part.slots]
 
     def around(file: str, crc32_of: Crc32Of) -> Iterator[tuple[int, bytes]]:
         return parts[file].around(file, crc32_of)

@@ -37,7 +37,7 @@ class Expression(ABC):
     @property
     def operands(self) -> tuple["Expression", ...]:
         """The nodes that it is made of."""
-        values = (getattr(self, field.name) for field in fields(self))
+        values = (getattr(self, name) for name in _field_names(type(self)))
         nodes = (node for value in values for node in (value if isinstance(value, tuple) else (value,)))
         return tuple(node for node in nodes if isinstance(node, Expression))
 
@@ -75,6 +75,11 @@ class Expression(ABC):
         return rows
 
 
+@cache
+def _field_names(node: type[Expression]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(node))
+
+
 def _renamed(value: Any, rename: Callable[[str], str]) -> Any:
     if isinstance(value, tuple):
         return tuple(_renamed(item, rename) for item in value)
@@ -86,6 +91,10 @@ class Source(Expression):
     """A tensor of the source, as it is."""
 
     name: str
+
+    @property
+    def operands(self) -> tuple[Expression, ...]:
+        return ()
 
     @property
     def sources(self) -> tuple[str, ...]:
