@@ -13,7 +13,6 @@ from converters.common.box import Box, TensorInfo, TensorSource
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, ConfigError
 from converters.common.fold import number_ranges
-from converters.containers.dcp_item import read_blob_item
 from converters.conversion.records import Progress, no_progress
 from converters.engine.read import CatalogReader
 from converters.families.args import computed_numbers
@@ -185,7 +184,7 @@ def _open_both(catalogs: Sequence[Catalog], model_from: Place | None, stack: Exi
 
 
 def _section_names(side: _Side) -> dict[str, None]:
-    names = (*side.sections.tensors, *side.catalog.blobs, *side.catalog.values)
+    names = (*side.sections.tensors, *side.catalog.values)
     return {side.catalog.section_of(name): None for name in names}
 
 
@@ -356,11 +355,11 @@ def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Differenc
     differences = [Difference(n, "only in A", "a value") for n in sorted(names_a - names_b)]
     differences += [Difference(n, "only in B", "a value") for n in sorted(names_b - names_a)]
     for name in sorted(names_a & names_b):
-        stored = name in a.catalog.blobs and name in b.catalog.blobs
-        if stored and a.sections.read_blob(name) == b.sections.read_blob(name):
+        are_items = all(side.catalog.values[name].item for side in (a, b))
+        if are_items and a.sections.read_blob(name) == b.sections.read_blob(name):
             continue
         try:
-            value_a, value_b = _value(a, name), _value(b, name)
+            value_a, value_b = a.sections.read_value(name), b.sections.read_value(name)
         except CheckpointError:
             differences.append(Difference(name, "values", "bytes differ; not plain values, so they are not decoded"))
             continue
@@ -416,11 +415,4 @@ def _as_text(value: Any) -> str:
 
 
 def _values_in(side: _Side, sections: Set[str]) -> set[str]:
-    names = (*side.catalog.blobs, *side.catalog.values)
-    return {name for name in names if side.catalog.section_of(name) in sections}
-
-
-def _value(side: _Side, name: str) -> Any:
-    if name in side.catalog.values:
-        return side.catalog.values[name]
-    return read_blob_item(side.sections.read_blob(name), what=name)
+    return {name for name in side.catalog.values if side.catalog.section_of(name) in sections}

@@ -11,7 +11,6 @@ from converters.common.box import Box, TensorInfo, count_dtypes
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.fold import TensorLine, fold_lines
 from converters.common.names import OPTIMIZER
-from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.families.args import args_to_json
 from converters.families.base import Naming
@@ -29,7 +28,7 @@ from converters.source.weights import model_part, naming_of, native_weights, qua
 from converters.store.location import Place
 from converters.views.catalog import Catalog
 
-_SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
+_SHOWN_ITEM_BYTES = 64 * 1024  # of larger values only name and size are shown
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
 _READING = Reading(keep_mtp=True, keep_extra=True, reads_copies=False)
 _STEPS = ("train_state.step", "step", "global_step", "trainer.global_step")
@@ -93,7 +92,6 @@ def inspect_checkpoint(
         problem = error.message if model_from or describes_model(catalog.root) else ""
         naming = _naming_by_names(catalog) if naming == "unknown" else naming
     scales = quantized.scales if quantized else {}
-    files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values, lines = read_values(catalog), _lines(catalog, weights)
     return Inspection(
         path=str(path),
@@ -111,10 +109,10 @@ def inspect_checkpoint(
         ),
         dtypes=count_dtypes({n: TensorInfo(t.dtype, t.shape) for n, t in weights.tensors.items()}),
         num_bytes=catalog.num_bytes,
-        num_files=len(files),
+        num_files=len(catalog.files),
         num_chunks=sum(len(t.chunks) for t in catalog.tensors.values()),
         lines=tuple(fold_lines(lines) if fold else lines),
-        num_values=len(catalog.blobs) + len(catalog.values),
+        num_values=len(catalog.values),
         values=values,
         has_manifest=catalog.manifest is not None,
         notes=(*catalog.notes, *_describe_payloads(catalog)),
@@ -195,15 +193,15 @@ def _naming_by_names(catalog: Catalog) -> str:
 
 def read_values(catalog: Catalog) -> dict[str, Any]:
     """Small plain values by name. Others (pickled objects) are shown as their size and never decoded."""
-    values = dict(catalog.values)
+    values: dict[str, Any] = {}
     with CatalogReader(catalog) as reader:
-        for name, blob in catalog.blobs.items():
-            values[name] = f"<{blob.length:,} bytes>"
-            if blob.length <= _SHOWN_BLOB_BYTES:
-                try:
-                    values[name] = read_blob_item(reader.read_blob(name), what=name)
-                except CheckpointError:
+        for name, value in catalog.values.items():
+            if value.item is not None:
+                values[name] = f"<{value.item.length:,} bytes>"
+                if value.item.length > _SHOWN_ITEM_BYTES:
                     continue
+            with suppress(CheckpointError):
+                values[name] = reader.read_value(name)
     return values
 
 

@@ -168,7 +168,7 @@ def _open(request: ReshardRequest) -> _Source:
     if request.mesh is not None:
         check_mesh(request.mesh, get_family(spelling.info.family), spelling.info.args)
     kept = _only(training.catalog, {name for name, section in sections.items() if section not in drop})
-    loader_state = describe_loader_state([*kept.tensors, *kept.blobs], request.mesh)
+    loader_state = describe_loader_state(kept.names, request.mesh)
     return _Source(catalog, training, spelling, sections, kept, loader_state)
 
 
@@ -227,7 +227,7 @@ def _remarks(request: ReshardRequest, source: _Source, plan: _ReshardPlan) -> li
         if of_selected and OPTIMIZER not in request.drop
         else "",
         source.loader_state,
-        describe_rng_state([*source.kept.tensors, *source.kept.blobs], request.mesh),
+        describe_rng_state(source.kept.names, request.mesh),
         _describe_unknown(plan.contents.unknown),
         f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
         unchecked_remark(catalog, plan.work.vouched),
@@ -238,7 +238,6 @@ def _remarks(request: ReshardRequest, source: _Source, plan: _ReshardPlan) -> li
 def _report(request: ReshardRequest, source: _Source, plan: _ReshardPlan, done: Execution) -> ReshardReport:
     """The report, without the time that it took."""
     catalog, sections, target, mesh = source.catalog, source.sections, plan.work.target, request.mesh
-    names = [*source.kept.tensors, *source.kept.blobs]
     remarks = filter(None, _remarks(request, source, plan))
     return ReshardReport(
         source=str(request.src),
@@ -253,7 +252,7 @@ def _report(request: ReshardRequest, source: _Source, plan: _ReshardPlan, done: 
         dtypes=count_dtypes(target.tensors),
         num_cast=len(plan.work.casts),
         relative_error=done.relative_error,
-        sections=dict(Counter(sections[name] for name in names)),
+        sections=dict(Counter(sections[name] for name in source.kept.names)),
         dropped_sections=dict(Counter(section for section in sections.values() if section in request.drop)),
         dropped=plan.contents.dropped,
         missing=plan.contents.missing,
@@ -300,7 +299,7 @@ def _only(catalog: Catalog, names: set[str]) -> Catalog:
     return replace(
         catalog,
         tensors={n: t for n, t in catalog.tensors.items() if n in names},
-        blobs={n: b for n, b in catalog.blobs.items() if n in names},
+        values={n: value for n, value in catalog.values.items() if n in names},
     )
 
 

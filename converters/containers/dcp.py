@@ -8,7 +8,7 @@ from converters.containers.dcp_names import DATA_SUFFIX, metadata_files, rank_me
 from converters.containers.dcp_ranks import check_ranks, join_ranks
 from converters.containers.sniff import first_bytes, is_safetensors, refuse_foreign_files
 from converters.store.base import Store, read_bytes
-from converters.views.catalog import Catalog
+from converters.views.catalog import Catalog, Value
 from converters.views.cover import require_cover
 
 
@@ -23,7 +23,9 @@ def read_catalog(store: Store) -> Catalog:
         ranks = [_read_metadata(store, name) for name in rank_metadata_files(names)]
         _check_extents(store, ranks)
         entries = join_ranks(store, ranks)
-    return Catalog(store, "dcp", entries.tensors, entries.blobs, entries.planner_data)
+    return Catalog(
+        store, "dcp", entries.tensors, {n: Value(item=item) for n, item in entries.items.items()}, entries.planner_data
+    )
 
 
 def _read_metadata(store: Store, name: str) -> DcpEntries:
@@ -39,8 +41,8 @@ def _check_extents(store: Store, ranks: list[DcpEntries]) -> None:
                 assert chunk.item is not None
                 offset, length = chunk.item
                 ends[chunk.file] = max(ends.get(chunk.file, 0), offset + length)
-        for blob in entries.blobs.values():
-            ends[blob.file] = max(ends.get(blob.file, 0), blob.byte_offset + blob.length)
+        for item in entries.items.values():
+            ends[item.file] = max(ends.get(item.file, 0), item.byte_offset + item.length)
     problems = []
     for file, end in ends.items():
         try:

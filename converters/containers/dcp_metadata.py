@@ -10,7 +10,7 @@ from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE
 from converters.containers.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
 from converters.containers.tensor_pickle import UNCOVERED_DTYPES, DTypeName
 from converters.store.paths import checked_file_name
-from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
+from converters.views.catalog import UNLOCATED, Catalog, Chunk, Item, TensorEntry
 
 _MAX_METADATA_BYTES = 8 << 30  # 10,000 ranks of a 405B write 6.7 GB
 VERSION = "1.0.0"
@@ -107,7 +107,7 @@ class DcpEntries(NamedTuple):
     """The entries of a `.metadata`. Their chunks are not located yet (see `Chunk.item`)."""
 
     tensors: dict[str, TensorEntry]
-    blobs: dict[str, BlobEntry]
+    items: dict[str, Item]  # of the values
     planner_data: dict[str, tuple[Any, ...]]
 
 
@@ -126,7 +126,7 @@ def parse_metadata(data: bytes, *, what: str = ".metadata") -> DcpEntries:
 def _entries(state: dict[str, Any], what: str) -> DcpEntries:
     locations = _places(state.pop("storage_data"), what)
     tensors: dict[str, TensorEntry] = {}
-    blobs: dict[str, BlobEntry] = {}
+    items: dict[str, Item] = {}
     missing: list[str] = []
     unsupported: list[str] = []
     for fqn, entry in state["state_dict_metadata"].items():
@@ -137,7 +137,7 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
             if location is None:
                 missing.append(fqn)
             else:
-                blobs[fqn] = BlobEntry(fqn, *location)
+                items[fqn] = Item(*location)
             continue
         if not isinstance(entry, _Tensor):
             raise ValueError(f"{fqn} is neither a tensor nor bytes")
@@ -166,7 +166,7 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
         raise CheckpointError(f"{what}: has locations of items that it does not list:{list_offenders(names)}")
     planner_data = state.get("planner_data")
     paths = {k: v for k, v in planner_data.items() if type(v) is tuple} if isinstance(planner_data, dict) else {}
-    return DcpEntries(tensors, blobs, paths)
+    return DcpEntries(tensors, items, paths)
 
 
 def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple[Any, ...], tuple[str, int, int]]:
@@ -234,8 +234,8 @@ def dump_metadata(catalog: Catalog) -> bytes:
         places[entry.fqn] = [
             StorageLocation(chunk.box, chunk.file, *chunk.item) for chunk in entry.chunks if chunk.item
         ]
-    for blob in catalog.blobs.values():
-        places[blob.fqn] = [StorageLocation(None, blob.file, blob.byte_offset, blob.length)]
+    for fqn, item in catalog.items.items():
+        places[fqn] = [StorageLocation(None, item.file, item.byte_offset, item.length)]
     tensors = {fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
     return dump_places(tensors, places, planner_data=catalog.planner_data)
 

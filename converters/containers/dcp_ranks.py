@@ -13,7 +13,7 @@ from converters.containers.dcp_item import ItemData, read_blob_item, read_item
 from converters.containers.dcp_metadata import DcpEntries
 from converters.containers.dcp_names import RANK_DATA, RANK_METADATA
 from converters.store.base import Store, read_bytes, reading_part
-from converters.views.catalog import BlobEntry, Chunk, TensorEntry
+from converters.views.catalog import Chunk, Item, TensorEntry
 
 
 def check_ranks(store: Store, names: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ def check_ranks(store: Store, names: Sequence[str]) -> None:
 def join_ranks(store: Store, ranks: Sequence[DcpEntries]) -> DcpEntries:
     """Join the lists of all ranks. Raises CheckpointError if ranks hold different data under one name."""
     tensors: dict[str, TensorEntry] = {}
-    blobs: dict[str, BlobEntry] = {}
+    items: dict[str, Item] = {}
     planner_data: dict[str, tuple[Any, ...]] = {}
     problems: list[str] = []
     for entries in ranks:
@@ -47,16 +47,16 @@ def join_ranks(store: Store, ranks: Sequence[DcpEntries]) -> DcpEntries:
                 if chunk.box in chunks and (why := _chunks_differ(store, fqn, chunks[chunk.box], chunk)):
                     problems.append(f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: {why}")
             tensors[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (*joined.chunks, *fresh))
-        for fqn, blob in entries.blobs.items():
-            if not _same_blob(store, blobs.setdefault(fqn, blob), blob):
-                problems.append(f"{fqn}: another value in {blob.file} than in {blobs[fqn].file}")
+        for fqn, item in entries.items.items():
+            if not _same_value(store, items.setdefault(fqn, item), item):
+                problems.append(f"{fqn}: another value in {item.file} than in {items[fqn].file}")
     if problems:
         raise UnsupportedError(
             f"{store.location}: saved without rank coordination, and ranks hold different data under one name:"
             + list_offenders(problems),
             hint="load it in a job of as many ranks and save it again without use_collectives=False",
         )
-    return DcpEntries(tensors, blobs, planner_data)
+    return DcpEntries(tensors, items, planner_data)
 
 
 def _chunks_differ(store: Store, fqn: str, one: Chunk, other: Chunk) -> str:
@@ -75,17 +75,13 @@ def _item(store: Store, fqn: str, chunk: Chunk) -> ItemData:
     return read_item(reading_part(store, chunk.file, start, length), length, what=what)
 
 
-def _same_blob(store: Store, one: BlobEntry, other: BlobEntry) -> bool:
+def _same_value(store: Store, one: Item, other: Item) -> bool:
     if one is other:
         return True
-    left, right = _blob(store, one), _blob(store, other)
+    left, right = (read_bytes(store, item.file, item.byte_offset, item.length) for item in (one, other))
     if left == right:
         return True
     with suppress(CheckpointError):  # two encodings of one plain value
         a, b = read_blob_item(left), read_blob_item(right)
         return type(a) is type(b) and a == b
     return False
-
-
-def _blob(store: Store, blob: BlobEntry) -> bytes:
-    return read_bytes(store, blob.file, blob.byte_offset, blob.length)

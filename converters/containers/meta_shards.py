@@ -149,7 +149,7 @@ def _require_alike(
 ) -> None:
     """Raise CheckpointError unless all shards have the same names, shapes and dtypes, but for those `of_ranks`."""
     problems = []
-    names = dict.fromkeys(fqn for shard in shards for fqn in (*shard.tensors, *shard.values))
+    names = dict.fromkeys(fqn for shard in shards for fqn in shard.names)
     for fqn in (fqn for fqn in names if fqn not in of_ranks):
         descriptions = [_describe(shard, fqn) for shard in shards]
         usual = Counter(descriptions).most_common(1)[0][0]
@@ -169,7 +169,7 @@ def _describe(shard: Catalog, fqn: str) -> str:
     entry = shard.tensors.get(fqn)
     if entry is not None:
         return f"{entry.dtype} {list(entry.shape)}"
-    return f"{shard.values[fqn]!r:.60}" if fqn in shard.values else "nothing"
+    return f"{shard.values[fqn].plain!r:.60}" if fqn in shard.values else "nothing"
 
 
 def _join(

@@ -9,7 +9,7 @@ from converters.containers.dcp_item import check_plain, read_archive, storage_re
 from converters.containers.stored_zip import ZipRecord
 from converters.containers.tensor_pickle import ByteStream, TensorRef, row_major
 from converters.store.base import Store, reading_part
-from converters.views.catalog import Catalog, Chunk, TensorEntry
+from converters.views.catalog import Catalog, Chunk, TensorEntry, Value
 
 
 def read_catalog(store: Store, name: str) -> Catalog:
@@ -34,7 +34,7 @@ def read_catalog(store: Store, name: str) -> Catalog:
             except CheckpointError as error:
                 refused.append(error.message)
                 continue
-            catalog.values[fqn] = value
+            catalog.values[fqn] = Value(value)
         catalog.planner_data[fqn] = keys
     if refused:
         raise UnsupportedError(f"{path}: holds more than tensors and plain values:{list_offenders(refused)}")

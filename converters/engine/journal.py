@@ -31,10 +31,8 @@ def plan_fingerprint(
         summed.update(json.dumps(parts).encode())
 
     store, names = catalog.store, catalog.store.names()
-    files = catalog.tensor_files
-    files |= {blob.file for blob in catalog.blobs.values()}
-    files |= {name for name in names if name.endswith(".json")} | {*CONTAINERS[catalog.container].marks(names)}
-    for name in sorted(files):
+    small = {name for name in names if name.endswith(".json")} | {*CONTAINERS[catalog.container].marks(names)}
+    for name in sorted(catalog.files | small):
         add(name, *store.identity(name))
     manifest = crc32(read_bytes(store, MANIFEST)) if MANIFEST in names else None
     add(str(catalog.location.resolved()), manifest)

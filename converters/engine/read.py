@@ -13,7 +13,7 @@ from converters.common.box import Box, TensorInfo
 from converters.common.crc import crc32
 from converters.common.dtypes import itemsize, numpy_dtype
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.containers.dcp_item import checked_record, read_item
+from converters.containers.dcp_item import blob_item, checked_record, read_blob_item, read_item
 from converters.containers.stored_zip import read_zip
 from converters.store.base import reading_part
 from converters.views.catalog import UNLOCATED, Catalog, Chunk
@@ -156,11 +156,18 @@ class CatalogReader:
         return [*self._located.values()]
 
     def read_blob(self, fqn: str) -> bytes:
-        """The bytes of a non-tensor entry, undecoded (see dcp_item.read_blob_item)."""
-        blob = self.catalog.blobs[fqn]
-        data = bytearray(blob.length)
-        self._reading(blob.file, fqn)(blob.byte_offset, memoryview(data))
+        """The item of a value: the bytes that DCP stores, undecoded."""
+        value = self.catalog.values[fqn]
+        if value.item is None:
+            return blob_item(value.plain)
+        data = bytearray(value.item.length)
+        self._reading(value.item.file, fqn)(value.item.byte_offset, memoryview(data))
         return bytes(data)
+
+    def read_value(self, fqn: str) -> Any:
+        """A value. Raises CheckpointError if it is not plain (see dcp_item.check_plain)."""
+        value = self.catalog.values[fqn]
+        return value.plain if value.item is None else read_blob_item(self.read_blob(fqn), what=fqn)
 
     def blob_problems(self, fqn: str) -> list[str]:
         """Compare the CRC32 of each record of a non-tensor item with its bytes; its pickle is not read."""

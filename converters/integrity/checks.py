@@ -43,8 +43,8 @@ def check_structure(catalog: Catalog) -> Check:
     ]
     if catalog.container == "safetensors":
         parts.append("no hole, overlap or trailing byte")
-    if catalog.blobs:
-        parts.append(f"{len(catalog.blobs):,} other entries")
+    if catalog.items:
+        parts.append(f"{len(catalog.items):,} other entries")
     return Check("structure", "ok", "; ".join(parts))
 
 
@@ -73,8 +73,8 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
         for chunk in entry.chunks:
             assert chunk.item is not None
             extents.setdefault(chunk.file, set()).add(chunk.item)
-    for blob in catalog.blobs.values():
-        extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
+    for item in catalog.items.values():
+        extents.setdefault(item.file, set()).add((item.byte_offset, item.length))
     remarks = []
     for file, items in extents.items():
         size, used = catalog.store.size(file), sum(length for _, length in items)
@@ -167,9 +167,9 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
                 continue
             num_unsummed += absent
             num_summed += len(chunks) - absent
-        for fqn in catalog.blobs:
+        for fqn in catalog.items:
             problems += reader.blob_problems(fqn)
-    num_summed += len(catalog.blobs)
+    num_summed += len(catalog.items)
     detail = f"{num_summed:,} items against the CRC32 that each carries ({remark})"
     if num_unsummed and not problems:
         unchecked = f"{num_unsummed:,} items carry no CRC32 and could not be checked"

@@ -183,7 +183,7 @@ def _require_files(store: Store, manifest: Manifest, names: Iterable[str], *, do
 
 def check_blobs(reader: CatalogReader) -> None:
     """Raise CheckpointError if a non-tensor entry does not match the CRC32s of its own item."""
-    problems = [problem for fqn in reader.catalog.blobs for problem in reader.blob_problems(fqn)]
+    problems = [problem for fqn in reader.catalog.items for problem in reader.blob_problems(fqn)]
     if problems:
         raise CheckpointError(
             f"{reader.catalog.location}: entries are damaged:{list_offenders(problems)}",

@@ -91,7 +91,7 @@ def _num_known(alike: Mapping[str, int]) -> int:
 
 def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence[Any]], str]) -> Catalog:
     """`rename`: a key of the nested state dict, and the keys before it → the new key; "" for none."""
-    old_names = [*catalog.tensors, *catalog.blobs, *catalog.values]
+    old_names = catalog.names
     paths = {name: _renamed_path(catalog.path_of(name), rename) for name in old_names}
     new = {name: ".".join(map(str, path)) for name, path in paths.items()}
     clashes = [name for name, count in Counter(new.values()).items() if count > 1]
@@ -105,7 +105,6 @@ def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence[Any
     return replace(
         catalog,
         tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
-        blobs={new[n]: replace(b, fqn=new[n]) for n, b in catalog.blobs.items()},
         values={new[n]: value for n, value in catalog.values.items()},
         planner_data={new[n]: paths[n] for n in old_names if n in catalog.planner_data},
         prefixes=catalog.prefixes | {removed: number},

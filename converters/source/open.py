@@ -102,8 +102,7 @@ def _open(store: Store, file: str, select: str | None, *, against_manifest: bool
 
 def _refuse_unprintable_names(catalog: Catalog) -> None:
     """Control characters would change the terminal that lists them; lone surrogates cannot be written at all."""
-    names = (*catalog.tensors, *catalog.blobs, *catalog.values)
-    odd = [f"{ascii(name):.200}" for name in names if not name or not name.isprintable()]
+    odd = [f"{ascii(name):.200}" for name in catalog.names if not name or not name.isprintable()]
     if odd:
         raise CheckpointError(
             f"{catalog.place}: names that are empty or have unprintable characters:{list_offenders(odd)}",

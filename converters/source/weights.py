@@ -212,13 +212,13 @@ def model_part(catalog: Catalog) -> Catalog:
         tensors = {n: t for n, t in tensors.items() if is_of(n, catalog.selected, catalog.other_models)}
     elif nest is not None:
         tensors = {n: t for n, t in tensors.items() if catalog.path_of(n)[:-1] == nest}
-    return replace(catalog, tensors=tensors, blobs={}, values={})
+    return replace(catalog, tensors=tensors, values={})
 
 
 def left_out(catalog: Catalog) -> dict[str, int]:
     """The entries that are not weights: section, or top key of a nested state dict → number of entries."""
     weights = model_part(catalog).tensors
-    others = (n for n in (*catalog.tensors, *catalog.blobs, *catalog.values) if n not in weights)
+    others = (n for n in catalog.names if n not in weights)
     return dict(Counter(map(catalog.section_of, others)))
 
 

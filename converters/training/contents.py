@@ -10,7 +10,6 @@ from converters.common.dtypes import DTYPES
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.fold import fold_texts
 from converters.common.names import OPTIMIZER, SECTIONS, TRAIN_STATE
-from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.families.parameters import Parameter
 from converters.source.models_inside import IN_OPTIMIZER
@@ -73,9 +72,9 @@ def collect(
                 items[name] = item
     made |= {name: Source(name) for name in numbers}
     infos |= {name: source.tensors[name] for name in numbers}
-    others = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if sections[n] not in (MODEL, OPTIMIZER)]
+    others = [n for n in reader.catalog.names if sections[n] not in (MODEL, OPTIMIZER)]
     for name in others:
-        if name in reader.catalog.blobs:
+        if name in reader.catalog.values:
             copied[name] = name
         elif sections[name] == TRAIN_STATE and not names.are_native and is_number(reader.tensors[name]):
             items[name] = number_item(reader, name)  # the trainer's counters are plain numbers
@@ -125,7 +124,7 @@ def _follows_parameters(
     It has the name or shape of one, the numbers of all in one row, or is an optimizer's, but for numbers.
     """
     is_of_optimizer = IN_OPTIMIZER.search(name) is not None
-    if name in reader.catalog.blobs:
+    if name in reader.catalog.values:
         return is_of_optimizer and not _is_plain(reader, name)
     info, keys = reader.tensors[name], name.split(".")
     if is_of_optimizer and info.shape:
@@ -138,7 +137,7 @@ def _follows_parameters(
 
 def _is_plain(reader: CatalogReader, name: str) -> bool:
     try:
-        read_blob_item(reader.read_blob(name), what=name)
+        reader.read_value(name)
     except CheckpointError:
         return False
     return True

@@ -102,7 +102,7 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
     Parameters need not have the same kinds of state (Muon and AdamW), but one with a subset of another's kinds lacks
     some, unless `allow_missing`. Numbered states (`state.0.…`) are refused: their parameters are unknown.
     """
-    listed = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if n.startswith(f"{OPTIMIZER}.")]
+    listed = [n for n in reader.catalog.names if n.startswith(f"{OPTIMIZER}.")]
     settings = [name for name in listed if name.startswith(GROUPS)]
     unknown = [name for name in listed if not name.startswith((GROUPS, STATE))]
     assigned, problems = _assign_states([name for name in listed if name.startswith(STATE)], names)
@@ -330,7 +330,7 @@ def _group_members(
         number, _, key = name.removeprefix(GROUPS).partition(".")
         if not number.isdecimal() or key != "params":
             continue
-        listed = read_blob_item(reader.read_blob(name), what=name) if name in reader.catalog.blobs else None
+        listed = reader.read_value(name) if name in reader.catalog.values else None
         if not isinstance(listed, list | tuple):
             complain(f"value       {name}  is not a list of parameters")
             continue

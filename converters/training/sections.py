@@ -32,7 +32,7 @@ def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> Trai
     have the same names, or of several models another than the selected one may have the optimizer, unless `drop` has
     its section.
     """
-    names = [*catalog.tensors, *catalog.blobs]
+    names = catalog.names
     places = sorted({place for name in names if (place := _optimizer_place(name))})
     if catalog.selected is not None and OPTIMIZER not in drop:
         places = _of_selected(catalog, places, catalog.selected, drop=drop)
@@ -52,7 +52,7 @@ def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> Trai
     moved = replace(
         catalog,
         tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
-        blobs={new[n]: replace(b, fqn=new[n]) for n, b in catalog.blobs.items()},
+        values={new[n]: value for n, value in catalog.values.items()},
         planner_data={new[n]: _moved_path(catalog.path_of(n), new[n]) for n in names},
         stored={new[n]: own for n, own in catalog.stored.items() if n in new},
         selected=catalog.selected and _moved(catalog.selected, places),
@@ -64,8 +64,7 @@ def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> Trai
 def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
     """Entry → section: `model` for `weights`, else a section of titan's, or else the first key."""
     weights = set(weights)
-    names = (*catalog.tensors, *catalog.blobs)
-    return {name: MODEL if name in weights else catalog.section_of(name) for name in names}
+    return {name: MODEL if name in weights else catalog.section_of(name) for name in catalog.names}
 
 
 def _optimizer_place(name: str) -> str:

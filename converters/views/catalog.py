@@ -52,25 +52,31 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class BlobEntry:
-    """A non-tensor entry: `length` bytes that are copied and never decoded here (in DCP: a zip made by torch.save)."""
+class Item:
+    """The part of a file that holds one value (in DCP: a zip made by torch.save)."""
 
-    fqn: str
     file: str
     byte_offset: int
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """An entry that is no tensor: `plain` if opening has read it, else the item that `CatalogReader` reads."""
+
+    plain: Any = None
+    item: Item | None = None
+
+
 @dataclass
 class Catalog:
-    """All tensors and blobs of one checkpoint."""
+    """All tensors and values of one checkpoint."""
 
     store: Store  # of its files
     container: str  # "dcp" | "safetensors" | "torch" | "meta"
     tensors: dict[str, TensorEntry]
-    blobs: dict[str, BlobEntry] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)  # what is no tensor
     planner_data: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # flat key → path in the nested state dict
-    values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values among the tensors, by flat key
     copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards repeat
     of_ranks: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # further shards' own parts of dropped tensors
     file: str = ""  # the one file that holds all tensors, if there is one: errors name it
@@ -112,6 +118,11 @@ class Catalog:
         return {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
 
     @property
+    def files(self) -> set[str]:
+        """The files that hold tensors and values."""
+        return self.tensor_files | {item.file for item in self.items.values()}
+
+    @property
     def notes(self) -> list[str]:
         """Notes for a user of the checkpoint on how it was opened."""
         removed = [f"names: removed the prefix `{text}` ({number:,} tensors)" for text, number in self.prefixes.items()]
@@ -122,7 +133,17 @@ class Catalog:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.num_bytes for t in self.tensors.values()) + sum(b.length for b in self.blobs.values())
+        return sum(t.num_bytes for t in self.tensors.values()) + sum(item.length for item in self.items.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all entries."""
+        return (*self.tensors, *self.values)
+
+    @property
+    def items(self) -> dict[str, Item]:
+        """The items of the values that opening has not read."""
+        return {name: value.item for name, value in self.values.items() if value.item is not None}
 
     def all_chunks(self, fqn: str) -> tuple[Chunk, ...]:
         """The chunks of a tensor, and what further shards hold under its name."""

@@ -34,7 +34,7 @@ def test_ranks_are_joined_and_copies_dropped(saved):
     assert read_all(catalog) == {name: raw(tensor) for name, tensor in full_state().items()}
     assert len(catalog.tensors["copied"].chunks) == 1 and len(catalog.tensors["both"].chunks) == 4
     with CatalogReader(catalog) as reader:
-        assert list(catalog.blobs) == ["lr"] and reader.blob_problems("lr") == []
+        assert list(catalog.values) == ["lr"] and reader.blob_problems("lr") == []
     assert verify(saved / "alike").ok
 
 

@@ -56,7 +56,7 @@ def test_what_four_stock_ranks_saved_is_read(saved):
     catalog = open_checkpoint(saved)
     assert {len(catalog.tensors[name].chunks) for name in ("both", "twice")} == {4}
     assert read_all(catalog) == {name: raw(tensor) for name, tensor in full_state().items()}
-    assert list(catalog.blobs) == ["note.lr"]
+    assert list(catalog.values) == ["note.lr"]
 
 
 def test_four_stock_ranks_load_another_cut(saved, pools, tmp_path):
@@ -70,7 +70,7 @@ def test_four_stock_ranks_load_another_cut(saved, pools, tmp_path):
         else:
             files["__0_0.distcp"].append((name, Box.whole(tuple(tensor.shape))))
     with CatalogReader(catalog) as reader:
-        blobs = {fqn: reader.read_blob(fqn) for fqn in catalog.blobs}
+        blobs = {fqn: reader.read_blob(fqn) for fqn in catalog.values}
         target = plan_dcp(infos(state), files, blobs=blobs, planner_data=catalog.planner_data)
         write(reader, target, tmp_path / "cut")
     for found in pools[4].run(load, tmp_path / "cut"):

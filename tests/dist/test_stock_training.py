@@ -213,7 +213,7 @@ def test_native_names_are_copied_as_they_are(torchtitan, tmp_path):
     """torchtitan's flat layout is ours: nothing is translated, not even counters that are tensors."""
     report = reshard(torchtitan, tmp_path / "out", num_files=3)
     before, after = open_checkpoint(torchtitan), open_checkpoint(tmp_path / "out")
-    assert before.tensors.keys() == after.tensors.keys() and before.blobs.keys() == after.blobs.keys()
+    assert before.tensors.keys() == after.tensors.keys() and before.values.keys() == after.values.keys()
     assert before.planner_data == after.planner_data
     assert report.loader_state.startswith("dataloader: torchtitan's, a state for each of 1 data-parallel ranks; kept")
     assert not any(remark.startswith("names:") for remark in report.remarks)

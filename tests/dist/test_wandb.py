@@ -31,7 +31,7 @@ def run_offline(config) -> tuple[str, str]:
 
 def saved_id(step) -> str | None:
     catalog = open_checkpoint(step)
-    if RUN_ID not in catalog.blobs:
+    if RUN_ID not in catalog.values:
         return None
     with CatalogReader(catalog) as reader:
         return torch.load(io.BytesIO(reader.read_blob(RUN_ID)), weights_only=True)

@@ -1,6 +1,6 @@
 """Compare a checkpoint with the model that it is loaded into, before any weight is changed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from trainer.ranks.agree import on_each
 def refuse_misfits(
     wanted: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
-    blobs: Mapping[str, Any],
+    values: Collection[str],
     *,
     group: dist.ProcessGroup,
     path: Location,
@@ -29,14 +29,14 @@ def refuse_misfits(
     Stock DCP casts fp32 to bf16 silently, and ignores keys that are not requested.
     """
 
-    saved_sections = {section_of(key) for key in (*tensors, *blobs)}
+    saved_sections = {section_of(key) for key in (*tensors, *values)}
 
     def look() -> tuple[set[str], set[str]]:
         problems = set()
         for fqn, value in wanted.items():
             if section_of(fqn) not in saved_sections:
                 problems.add(f"{section_of(fqn)}: the checkpoint has no such section")
-            elif problem := _misfit(value, tensors.get(fqn), fqn in blobs, may_cast=may_cast):
+            elif problem := _misfit(value, tensors.get(fqn), fqn in values, may_cast=may_cast):
                 problems.add(f"{fqn}: {problem}")
         return set(wanted), problems
 
@@ -74,9 +74,9 @@ def _counted(problems: list[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def _misfit(value: Any, saved: TensorInfo | None, is_blob: bool, *, may_cast: bool) -> str:
+def _misfit(value: Any, saved: TensorInfo | None, is_value: bool, *, may_cast: bool) -> str:
     if not isinstance(value, torch.Tensor):
-        return "" if is_blob else "missing"
+        return "" if is_value else "missing"
     if saved is None:
         return "missing"
     if tuple(value.shape) != tuple(saved.shape):

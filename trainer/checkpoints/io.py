@@ -8,7 +8,7 @@ import dataclasses
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ from converters.containers.dcp_names import RANK_BLOB_FILE, RANK_FILE
 from converters.store.digest import TensorDigest, has_whole_rows
 from converters.store.manifest import FileSum
 from converters.store.output import Output, SummedFile
-from converters.views.catalog import UNLOCATED, BlobEntry, Catalog, Chunk, TensorEntry
+from converters.views.catalog import UNLOCATED, Catalog, Chunk, Item, TensorEntry, Value
 from trainer.checkpoints.arrays import as_array, as_tensor, dtype_name
 
 _MAX_ITEM_BYTES = 256 << 20
@@ -71,13 +71,13 @@ class SourceReader(StorageReader):
         self,
         source: TensorSource,
         *,
-        blobs: Mapping[str, Any],
+        values: Collection[str],
         read_blob: Callable[[str], bytes],
         keep: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ):
         """`read_blob` returns a non-tensor item's bytes. `keep(target, values)` gets what is read of each tensor."""
         self._source = source
-        self._blobs = blobs
+        self._values = values
         self._read_blob = read_blob
         self._keep = keep
 
@@ -91,7 +91,7 @@ class SourceReader(StorageReader):
             )
             for fqn, info in self._source.tensors.items()
         }
-        return Metadata(entries | {fqn: BytesStorageMetadata() for fqn in self._blobs}, planner_data={})
+        return Metadata(entries | {fqn: BytesStorageMetadata() for fqn in self._values}, planner_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -220,8 +220,8 @@ class CheckpointWriter(StorageWriter):
         tensors = {
             fqn: TensorEntry(fqn, parts[0].dtype, parts[0].shape, _chunks(parts)) for fqn, parts in chunks.items()
         }
-        blobs = {item.fqn: BlobEntry(item.fqn, item.file, *item.item) for item in items if item.box is None}
-        catalog = Catalog(self._output.store, "dcp", tensors, blobs, dict(metadata.planner_data or {}))
+        values = {item.fqn: Value(item=Item(item.file, *item.item)) for item in items if item.box is None}
+        catalog = Catalog(self._output.store, "dcp", tensors, values, dict(metadata.planner_data or {}))
         with SummedFile(self._output, DCP_METADATA) as file:
             file.write(dump_metadata(catalog))
         self.files[file.name] = FileSum(file.size, file.crc32)

@@ -102,8 +102,8 @@ def load_state(
             continue
         wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
     if TRAIN_STATE not in excluded:
-        wanted |= {key: "" for key in _OPTIONAL if key in catalog.blobs}
-    unknown = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
+        wanted |= {key: "" for key in _OPTIONAL if key in catalog.values}
+    unknown = [k for k in catalog.names if section_of(k) == TRAIN_STATE and k not in wanted]
     if unknown and TRAIN_STATE not in excluded:
         note(f"not loaded from {path}, unknown to titan: {', '.join(sorted(unknown))}")
     has_rng = _has_rng_of_each_rank(catalog.tensors, group.size())
@@ -190,9 +190,9 @@ def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> d
         if key in reader.tensors and is_number(reader.tensors[key]):
             value = reader.read(key, Box((), ()))
             counters[key] = float(value) if DTYPES[reader.tensors[key].dtype].is_floating else int(value)
-    if f"{TRAIN_STATE}.step" in (*counters, *reader.catalog.blobs):
+    if f"{TRAIN_STATE}.step" in (*counters, *reader.catalog.values):
         for key in (f"{TRAIN_STATE}.{name}" for name in _LATER):
-            if key in wanted and key not in (*counters, *reader.catalog.blobs, *reader.tensors):
+            if key in wanted and key not in (*counters, *reader.catalog.names):
                 note(f"{path} has no {key}: it is counted from 0")
                 counters[key] = 0
     return counters
@@ -252,9 +252,10 @@ def _fill(
 
     `reader` reads the files of `source`; `also`: keys already read.
     """
-    store, blobs = reader.catalog.store, reader.catalog.blobs
+    catalog = reader.catalog
+    store = catalog.store
     tensors = {fqn: info for fqn, info in source.tensors.items() if fqn not in also}
-    refuse_misfits(wanted, tensors, blobs, group=group, path=reader.catalog.place, may_cast=may_cast)
+    refuse_misfits(wanted, tensors, catalog.values, group=group, path=catalog.place, may_cast=may_cast)
     loaded, sums = dict(wanted), None
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     if manifest.files and _fits_in_memory(wanted, tensors, group):
@@ -267,11 +268,11 @@ def _fill(
 
     def read() -> None:
         keep = stage if sums else torch.Tensor.copy_
-        storage = SourceReader(source, blobs=blobs, read_blob=reader.read_blob, keep=keep)
+        storage = SourceReader(source, values=catalog.values, read_blob=reader.read_blob, keep=keep)
         try:
             dcp_load(loaded, storage_reader=storage, planner=PlainPlanner(), process_group=group)
         except CheckpointException as error:
-            raise as_titan_error(f"cannot load {reader.catalog.place}", error) from error
+            raise as_titan_error(f"cannot load {catalog.place}", error) from error
 
     _or_damaged(store, manifest, group, read)
     if sums and (problems := sums.problems(manifest.files, group)):

@@ -10,7 +10,6 @@ from typing import Any
 from converters.common.box import Box
 from converters.common.errors import CheckpointError
 from converters.common.names import DATALOADER, OPTIMIZER, TRAIN_STATE, section_of
-from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.source.open import open_checkpoint
 from converters.training.optimizer_state import is_number
@@ -57,14 +56,14 @@ def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -
 
         def value(key: str) -> Any:
             """A plain value, or a number that is saved as a tensor (stock DCP's); None if there is none."""
-            if key in catalog.blobs:
-                return read_blob_item(reader.read_blob(key), what=key)
+            if key in catalog.values:
+                return reader.read_value(key)
             if key in reader.tensors and is_number(reader.tensors[key]):
                 return reader.read(key, Box((), ())).item()
             return None
 
         text, has_data = value(SETTINGS), DATALOADER not in excluded
-        implied = _of_optimizer(value, (*catalog.blobs, *reader.tensors))
+        implied = _of_optimizer(value, (*catalog.values, *reader.tensors))
         fingerprint = value(f"{DATALOADER}.fingerprint")
         if TRAIN_STATE in excluded:
             left_batch = None
@@ -93,9 +92,9 @@ def read_data_position(path: Path) -> dict[str, Any]:
     """The data loader's state in a checkpoint of titan; empty if it has none that is plain."""
     catalog, state = open_checkpoint(path), dict[str, Any]()
     with CatalogReader(catalog) as reader:
-        for key in catalog.blobs:
+        for key in catalog.values:
             if section_of(key) == DATALOADER and ".dp_rank_" not in key:  # torchtitan's are pickles
-                state[key.partition(".")[2]] = read_blob_item(reader.read_blob(key), what=key)
+                state[key.partition(".")[2]] = reader.read_value(key)
     return state
 
 

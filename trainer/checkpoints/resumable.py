@@ -82,7 +82,7 @@ def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, exclu
             ],
         )
     needed_sections = [section for section in SECTIONS if section not in excluded and section != RNG]
-    if needed_sections and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
+    if needed_sections and not catalog.values and all(section_of(fqn) == "model" for fqn in catalog.tensors):
         raise CheckpointError(
             f"{path} holds only weights, so a run cannot resume from it: no {', '.join(needed_sections)}",
             hint="checkpoint.last_save_model_only = true saves the last step so; a finished run cannot resume",
@@ -91,7 +91,7 @@ def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, exclu
                 f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start a run with its weights",
             ],
         )
-    num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.blobs)
+    num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.values)
     if num_ranks and DATALOADER not in excluded:
         raise CheckpointError(
             f"{path} has torchtitan's data position: a pickle for each of {num_ranks} data-parallel ranks, which titan "

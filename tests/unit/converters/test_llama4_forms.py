@@ -29,6 +29,7 @@ from converters.source.open import open_checkpoint
 from converters.source.weights import native_weights, open_native
 from converters.store.folder import FolderStore
 from converters.verify import verify
+from converters.views.catalog import Value
 from tests.doors import convert, reshard
 from tests.fp8_folders import read_folder
 from tests.models.llama4 import PROCESSOR, meta_params, meta_shards, native_logits, text_state, write_meta
@@ -173,14 +174,14 @@ def test_shards_of_zeros_are_no_doubles(source, tmp_path):
 @pytest.mark.parametrize("data", [b"", b"\x80some bytes"])
 def test_states_of_kernels_are_bytes(data, tmp_path):
     torch.save({"a._extra_state": io.BytesIO(data), "a": torch.ones(2)}, tmp_path / "file.pth")
-    assert read_catalog(FolderStore(tmp_path), "file.pth").values == {"a._extra_state": data}
+    assert read_catalog(FolderStore(tmp_path), "file.pth").values == {"a._extra_state": Value(data)}
 
 
 def test_a_stream_without_a_state_is_empty(tmp_path):
     stream = b"\x80\x02}X\x01\x00\x00\x00ac_io\nBytesIO\n)Rs."  # {"a": _io.BytesIO()}
     assert pickle.loads(stream)["a"].getvalue() == b""
     (tmp_path / "file.pth").write_bytes(evil.torch_zip(stream))
-    assert read_catalog(FolderStore(tmp_path), "file.pth").values == {"a": b""}
+    assert read_catalog(FolderStore(tmp_path), "file.pth").values == {"a": Value(b"")}
 
 
 def test_renamed_experts_of_a_release_are_seen(source, tmp_path):

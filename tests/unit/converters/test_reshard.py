@@ -117,8 +117,8 @@ def test_values_are_copied_as_bytes(step, tmp_path):
     report = reshard(tmp_path / "odd", tmp_path / "out", mesh=MeshShape(tp=2))
     catalogs = [open_checkpoint(tmp_path / name) for name in ("odd", "out")]
     with CatalogReader(catalogs[0]) as a, CatalogReader(catalogs[1]) as b:
-        assert catalogs[0].blobs.keys() == catalogs[1].blobs.keys()
-        assert all(a.read_blob(name) == b.read_blob(name) for name in catalogs[0].blobs)
+        assert catalogs[0].values.keys() == catalogs[1].values.keys()
+        assert all(a.read_blob(name) == b.read_blob(name) for name in catalogs[0].values)
     assert any("same dp degree" in remark for remark in report.remarks)
 
 
@@ -127,9 +127,7 @@ def test_sections_are_dropped_on_request(step, tmp_path):
     catalog = open_checkpoint(tmp_path / "out")
     assert report.dropped_sections == {"optimizer": 5 * len(SHAPES), "rng": 2}
     assert set(report.sections) == {"model", "lr_scheduler", "dataloader", "train_state"}
-    assert not any(
-        n.startswith(("optimizer", "rng")) for n in (*catalog.tensors, *catalog.blobs, *catalog.planner_data)
-    )
+    assert not any(n.startswith(("optimizer", "rng")) for n in (*catalog.names, *catalog.planner_data))
 
 
 def test_cast_leaves_the_optimizer(step, tmp_path):

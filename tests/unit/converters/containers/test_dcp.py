@@ -26,6 +26,7 @@ from converters.containers.dcp_metadata import parse_metadata
 from converters.containers.dcp_write import plan_dcp
 from converters.engine.read import CatalogReader
 from converters.source.open import open_checkpoint
+from converters.views.catalog import Value
 from tests.unit.converters.samples import infos, load_dcp, raw, read_all, save_dcp, state_dict, write
 from tests.unit.converters.views.test_cover import split
 
@@ -304,7 +305,7 @@ def test_metadata_of_torch_before_2_2_is_read(tmp_path):
         data = data.replace(old.encode(), new.encode())
     path.write_bytes(data)
     catalog = open_checkpoint(folder)
-    assert read_all(catalog) == {"w": raw(torch.arange(3.0))} and list(catalog.blobs) == ["n"]
+    assert read_all(catalog) == {"w": raw(torch.arange(3.0))} and list(catalog.values) == ["n"]
 
 
 def test_entries_that_are_not_covered_are_listed_together(tmp_path):
@@ -378,7 +379,7 @@ def test_what_torchs_own_converters_write_is_read(tmp_path):
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "out.pt")
     found = open_checkpoint(tmp_path / "out.pt")
     expected = {f"model.{name}": raw(tensor) for name, tensor in state["model"].items()}
-    assert read_all(found) == expected and found.values == {"step": 7}
+    assert read_all(found) == expected and found.values == {"step": Value(7)}
     torch.save(state, tmp_path / "in.pt")
     torch_save_to_dcp(tmp_path / "in.pt", tmp_path / "back")
     back = open_checkpoint(tmp_path / "back")
@@ -407,7 +408,7 @@ def test_stock_load_into_a_nested_state(tmp_path):
     state = {"model": {"w": torch.randn(3, 2)}, "step": 4}
     source = open_checkpoint(save_dcp(tmp_path / "stock", state))
     with CatalogReader(source) as reader:
-        blobs = {fqn: reader.read_blob(fqn) for fqn in source.blobs}
+        blobs = {fqn: reader.read_blob(fqn) for fqn in source.values}
         files = {"__0_0.distcp": [("model.w", Box.whole((3, 2)))]}
         target = plan_dcp(reader.tensors, files, blobs=blobs, planner_data=source.planner_data)
         write(reader, target, tmp_path / "ours")

@@ -94,7 +94,7 @@ def test_malicious_items_are_refused(tmp_path, kind):
     canary = tmp_path / "canary"
     folder = save_dcp(tmp_path / "dcp", {"w": torch.zeros(3), "note": "x" * 2000})
     catalog = open_checkpoint(folder)
-    chunk, blob = catalog.tensors["w"].chunks[0], catalog.blobs["note"]
+    chunk, blob = catalog.tensors["w"].chunks[0], catalog.items["note"]
     (data_file,) = folder.glob("*.distcp")
     evil = torch_zip(pickles(canary)[kind])
     content = bytearray(data_file.read_bytes())

@@ -1,11 +1,14 @@
 """torch files and Meta's single shard: what torch.save wrote is listed and read without torch."""
 
+import io
+
 import pytest
 import torch
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.engine.read import CatalogReader
 from converters.source.open import open_checkpoint
+from converters.views.catalog import Value
 from tests.unit.converters.samples import raw, read_all, state_dict
 
 
@@ -28,7 +31,9 @@ def test_a_state_dict_of_a_module_and_shared_storages(tmp_path):
     found = read_all(catalog)
     assert found["model.0.weight"] == found["tied"] == raw(module[0].weight)
     assert found["model.1.bias"] == raw(module[1].bias)
-    assert catalog.values == {"step": 5, "cfg.lr": [0.1]}
+    assert catalog.values == {"step": Value(5), "cfg.lr": Value([0.1])}
+    with CatalogReader(catalog) as reader:  # as DCP stores it, too: a training state of any container can be resharded
+        assert reader.read_value("cfg.lr") == torch.load(io.BytesIO(reader.read_blob("cfg.lr"))) == [0.1]
     assert catalog.planner_data["model.0.weight"] == ("model", "0.weight")
 
 
@@ -68,7 +73,7 @@ def test_tensors_in_lists_have_their_places_as_names(tmp_path):
     torch.save({"w": torch.zeros(2), "optimizer_states": states, "numbers": [1, 2]}, tmp_path / "x.pt")
     catalog = open_checkpoint(tmp_path / "x.pt")
     assert list(catalog.tensors) == ["w", "optimizer_states.0.state.0.exp_avg"]
-    assert catalog.values["numbers"] == [1, 2]
+    assert catalog.values["numbers"].plain == [1, 2]
 
 
 def test_a_legacy_file_is_refused_with_the_way_out(tmp_path):

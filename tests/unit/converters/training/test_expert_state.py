@@ -127,10 +127,10 @@ def test_settings_of_all_experts_become_one(tmp_path):
     settings = {f"optimizer.param_groups.{name}.lr": 1e-3 for name in names}
     reshard(save(tmp_path / "src", state | settings), tmp_path / "out")
     lr = f"optimizer.param_groups.{W1}.lr"
-    assert lr in open_checkpoint(tmp_path / "out").blobs
+    assert lr in open_checkpoint(tmp_path / "out").values
     group = {"optimizer.param_groups.0.params": names, "optimizer.param_groups.0.lr": 1e-3}
     reshard(save(tmp_path / "grouped", state | group), tmp_path / "out2")
-    assert lr in open_checkpoint(tmp_path / "out2").blobs
+    assert lr in open_checkpoint(tmp_path / "out2").values
     settings["optimizer.param_groups.model.layers.1.mlp.experts.7.gate_proj.weight.lr"] = 2e-3
     with pytest.raises(
         CheckpointError, match=r"differs     .*experts.7.gate_proj.weight.lr .* other parts of"

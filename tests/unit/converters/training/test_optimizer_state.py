@@ -51,7 +51,7 @@ def save(folder, state, args=ARGS):
 def read(folder, name):
     catalog = open_checkpoint(folder)
     with CatalogReader(catalog) as reader:
-        if name in catalog.blobs:
+        if name in catalog.values:
             return read_blob_item(reader.read_blob(name))
         return reader.read(name, Box.whole(catalog.tensors[name].shape))
 
@@ -103,7 +103,7 @@ def test_torchtitan_s_layouts_become_ours(model_prefix, optimizer_prefix, spell,
     expected = weights() | {f"optimizer.{key}": value for key, value in optimizer().items()}
     catalog = open_checkpoint(tmp_path / "ours")
     assert catalog.tensors.keys() == expected.keys()
-    assert catalog.blobs.keys() == {f"optimizer.param_groups.{fqn}.lr" for fqn in SHAPES}
+    assert catalog.values.keys() == {f"optimizer.param_groups.{fqn}.lr" for fqn in SHAPES}
     for name, tensor in expected.items():
         assert np.array_equal(read(tmp_path / "ours", name), tensor.numpy()), name
     assert read(tmp_path / "ours", f"optimizer.param_groups.{WQ}.lr") == 0.1
@@ -144,7 +144,7 @@ def test_numbered_groups_are_written_for_each_parameter(tmp_path):
     save(tmp_path / "hf", {"model": hf, "optimizer": {"state": nested, "param_groups": groups}})
     report = reshard(tmp_path / "hf", tmp_path / "ours")
     assert set(report.dropped) == {"optimizer.param_groups.0.params", "optimizer.param_groups.1.params"}
-    blobs = open_checkpoint(tmp_path / "ours").blobs
+    blobs = open_checkpoint(tmp_path / "ours").values
     assert blobs.keys() == {f"optimizer.param_groups.{f}.{k}" for f in SHAPES for k in ("lr", "weight_decay", "betas")}
     assert read(tmp_path / "ours", "optimizer.param_groups.norm.weight.lr") == 0.25
     assert read(tmp_path / "ours", f"optimizer.param_groups.{WQ}.lr") == 0.5
@@ -159,7 +159,7 @@ def test_numbered_groups_of_native_names_stay_as_they_are(tmp_path):
     report = reshard(tmp_path / "in", tmp_path / "out", num_files=2)
     catalogs = [open_checkpoint(tmp_path / name) for name in ("in", "out")]
     assert not report.dropped
-    assert catalogs[0].blobs.keys() == catalogs[1].blobs.keys() >= {"optimizer.param_groups.0.lr"}
+    assert catalogs[0].values.keys() == catalogs[1].values.keys() >= {"optimizer.param_groups.0.lr"}
     assert catalogs[0].planner_data == catalogs[1].planner_data
     assert read(tmp_path / "out", "optimizer.param_groups.0.params") == list(SHAPES)
 
@@ -310,7 +310,7 @@ def test_what_is_not_known_is_kept_and_reported(tmp_path):
     assert "unknown, copied unchanged: optimizer.loss_scale, epoch, note.a" in report.remarks
     assert read(tmp_path / "out", "note.a") == [1, "b"] and read(tmp_path / "out", "epoch") == 4
     report = reshard(tmp_path / "step", tmp_path / "less", drop=["note"])
-    assert report.dropped_sections == {"note": 1} and "note.a" not in open_checkpoint(tmp_path / "less").blobs
+    assert report.dropped_sections == {"note": 1} and "note.a" not in open_checkpoint(tmp_path / "less").values
 
 
 def test_kinds_of_loader_state():

@@ -81,7 +81,7 @@ def _assert_equal(ours, theirs):
 def _load_ours(folder, wanted, group):
     catalog = open_checkpoint(folder)
     with CatalogReader(catalog) as reader:
-        storage = SourceReader(reader, blobs=catalog.blobs, read_blob=reader.read_blob)
+        storage = SourceReader(reader, values=catalog.values, read_blob=reader.read_blob)
         dcp.load(wanted, storage_reader=storage, planner=PlainPlanner(), process_group=group)
     return wanted
 
@@ -151,7 +151,7 @@ def test_every_item_carries_its_true_crc32(tmp_path, group):
     write_step(tmp_path / "step-4", _state(), info=INFO, group=group)
     catalog = open_checkpoint(tmp_path / "step-4")
     items = [(c.file, *c.item) for t in catalog.tensors.values() for c in t.chunks]
-    items += [(b.file, b.byte_offset, b.length) for b in catalog.blobs.values()]
+    items += [(i.file, i.byte_offset, i.length) for i in catalog.items.values()]
     assert len(items) == len(_flat(_state()))
     for file, offset, length in items:
         data = (tmp_path / "step-4" / file).read_bytes()[offset : offset + length]
@@ -206,7 +206,7 @@ def test_all_misfits_are_reported_at_once(tmp_path, group):
         "train_state.steps": 0,
     }
     with pytest.raises(CheckpointError) as failure:
-        refuse_misfits(wanted, catalog.tensors, catalog.blobs, group=group, path=tmp_path, may_cast=False)
+        refuse_misfits(wanted, catalog.tensors, catalog.values, group=group, path=tmp_path, may_cast=False)
     output = failure.value.message
     assert "(2 missing, 1 unexpected, 1 of another shape, 1 of another dtype, 1 sections missing)" in output
     assert "a.weight: shape [6, 5] in the checkpoint, [6, 4] in the model" in output
@@ -217,7 +217,7 @@ def test_all_misfits_are_reported_at_once(tmp_path, group):
     assert "rows.weight" not in output and "optimizer" not in output and "rng" not in output
 
     with pytest.raises(CheckpointError) as failure:
-        refuse_misfits(wanted, catalog.tensors, catalog.blobs, group=group, path=tmp_path, may_cast=True)
+        refuse_misfits(wanted, catalog.tensors, catalog.values, group=group, path=tmp_path, may_cast=True)
     assert "b.weight" not in failure.value.message
 
 
