@@ -1,4 +1,5 @@
-"""Public Python API for checkpoints: convert, reshard, verify, compare, inspect and read; register a model family.
+"""Public Python API for checkpoints: convert, reshard, verify, compare, inspect and read; register families, formats
+and stores.
 
 A checkpoint is a path, the name of a model that the hub's cache has (`meta-llama/Llama-3.2-1B`, `NAME@REVISION`), or a
 URI of a store that `register_store` has added (and `register_outputs`, to write there).
@@ -8,7 +9,12 @@ Importing it does not import torch. Functions raise the errors of this module, a
 from collections.abc import Sequence
 
 from converters.common.box import Box, TensorInfo
+from converters.common.dtypes import itemsize, numpy_dtype
 from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
+from converters.containers.base import Container, Listing
+from converters.containers.registry import register as _register_container
+from converters.containers.target import Slot, Target
+from converters.containers.tensor_pickle import row_major
 from converters.conversion.records import Request, Run
 from converters.convert import ConvertReport
 from converters.convert import convert as _convert
@@ -35,20 +41,22 @@ from converters.families.parameters import Parameter, Role, layer_parameters, pa
 from converters.families.registry import register as _register_family
 from converters.families.rope import DynamicRope, LinearRope, RopeScaling, YarnRope
 from converters.families.rules import Drop, Half, RopeHalves, Rows, Rule, Same, Stacked, Transposed, Zeros
-from converters.formats.base import OutputOptions
+from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 from converters.formats.registry import get_format
+from converters.formats.registry import register as _register_format
 from converters.inspect import Inspection, inspect_checkpoint
 from converters.integrity.verify_report import VerifyReport
 from converters.layout.mesh_shape import MeshShape
 from converters.reshard import ReshardReport, ReshardRequest
 from converters.reshard import reshard as _reshard
 from converters.source.weights import NativeWeights, open_native
-from converters.store.base import Store, register_store
+from converters.store.base import Store, read_bytes, register_store
 from converters.store.hub_names import find_local
 from converters.store.location import Location, Place, locate
 from converters.store.output import Output, Outputs
 from converters.store.outputs import register_outputs
 from converters.verify import verify as _verify
+from converters.views.catalog import Catalog, Chunk, TensorEntry
 
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
@@ -57,7 +65,10 @@ __all__ = [
     "RopeScaling", "LinearRope", "DynamicRope", "YarnRope", "rope_of", "dense_block",
     "Parameter", "Role", "parameters_of", "layer_parameters", "with_ends",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
-    "Drop", "register_store", "register_outputs", "Location", "Store", "Output", "Outputs", "Place",
+    "Drop", "register_store", "register_outputs", "Location", "Store", "Output", "Outputs", "Place", "read_bytes",
+    "register_container", "Container", "Listing", "Catalog", "TensorEntry", "Chunk", "row_major", "itemsize",
+    "numpy_dtype",
+    "register_format", "Format", "CommandHelp", "OutputOptions", "Contents", "Target", "Slot",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 
@@ -247,10 +258,29 @@ def _found(path: Place | None) -> Location | None:
 
 
 def register_family(family: Family) -> None:
-    """Register a model family of your own, or replace one of the same name. Call it when your module is imported.
+    """Register a model family of your own when your module is imported. One of a built-in name may only add flavors.
 
     >>> from dataclasses import replace
     >>> from converters.families.registry import get_family
     >>> register_family(replace(get_family("llama3"), name="my_llama"))
     """
     _register_family(family)
+
+
+def register_container(container: Container) -> None:
+    """Register a way to store tensors in files: how its files are found in a folder, and opened as a Catalog.
+
+    >>> from dataclasses import replace
+    >>> from converters.containers.safetensors import SAFETENSORS
+    >>> register_container(replace(SAFETENSORS, name="my_files", find=lambda files: ""))
+    """
+    _register_container(container)
+
+
+def register_format(format: Format) -> None:
+    """Register a format, a container with a naming: `titan convert NAME-to-dcp`, `dcp-to-NAME` and `auto --to NAME`.
+
+    >>> from dataclasses import replace
+    >>> register_format(replace(get_format("torch"), name="my_format", naming=lambda family, options: None))
+    """
+    _register_format(format)

@@ -231,6 +231,8 @@ def _require_format(request: Request, catalog: Catalog) -> None:
     if actual is output:
         tries = [f"titan reshard {places}"] if output.name == "dcp" else []
         tries.append(f"titan convert {output.name}-to-{wanted.name} {places}")  # the other way round
-    else:
+    elif actual:
         tries = [f"titan convert {actual.name}-to-{output.name} {places}"]
+    else:  # a registered container without a format
+        tries = [f"titan convert auto {places} --to {output.name}"]
     raise CheckpointError(f"{request.src} is {CONTAINERS[catalog.container].called}, not {wanted.called}", tries=tries)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from converters.common.extensions import ExtensionError, check_call
+from converters.common.extensions import ExtensionError, check_record
 from trainer.config.load import origins
 from trainer.config.sections import Config
 from trainer.config.show import toml_text
@@ -114,26 +114,10 @@ class Objective:
         return job.samples_per_step * self.units_per_sample(job)
 
 
-_CALLED_WITH = {
-    "open_data": ("job", "meshes", "group"),
-    "place": ("job", "meshes", "device"),
-    "install_loss": ("part", "job", "meshes"),
-    "zeros": ("job", "num_samples", "is_validation"),
-    "problems": ("job",),
-    "input_checks": ("job",),
-    "check_position": ("job", "state"),
-    "notes": ("job", "assets"),
-    "units_per_sample": ("job",),
-    "flops_per_unit": ("job",),
-    "prepare": ("part", "job", "meshes", "device"),
-}
-
-
 def check_objective(objective: Objective, family: str) -> None:
-    """Raise ExtensionError for functions that cannot be called as they will be, and for unknown names."""
+    """Raise ExtensionError for fields of other types, functions with other arguments, and unknown names."""
     what = f"the objective of family {family!r}"
-    for name, arguments in _CALLED_WITH.items():
-        check_call(getattr(objective, name), arguments, f"`{name}` of {what}")
+    check_record(objective, Objective, what)
     for name, given, known in (("axes", objective.axes, [*_DEGREES]), ("reads", objective.reads, READ_BY_SOME)):
         if unknown := [each for each in given if each not in known]:
             raise ExtensionError(f"{what}: {name} has {', '.join(unknown)}; there are {', '.join(known)}")

@@ -1,5 +1,7 @@
 """The record of a container: how its files are recognized in a folder and opened, and what it can hold."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 

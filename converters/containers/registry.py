@@ -1,13 +1,22 @@
 """The containers that checkpoints are opened from, in the order in which a folder is asked for them."""
 
-from collections.abc import Mapping
-
+from converters.common.extensions import check_name, check_record
 from converters.containers.base import Container
 from converters.containers.dcp import DCP
 from converters.containers.meta_shards import META
 from converters.containers.safetensors import SAFETENSORS
 from converters.containers.torch_folder import TORCH
 
-CONTAINERS: Mapping[str, Container] = {c.name: c for c in (DCP, SAFETENSORS, TORCH, META)}
-# Of files of weights, those of other tools included: no output folder has such a name.
-WEIGHT_SUFFIXES = frozenset((".gguf", *(suffix for c in CONTAINERS.values() for suffix in c.suffixes)))
+CONTAINERS: dict[str, Container] = {c.name: c for c in (DCP, SAFETENSORS, TORCH, META)}
+
+
+def register(container: Container) -> None:
+    """Add a container under its name. Raises ExtensionError for fields of other types."""
+    check_record(container, Container, f"container {getattr(container, 'name', '')!r}")
+    check_name("container", container.name, CONTAINERS)
+    CONTAINERS[container.name] = container
+
+
+def weight_suffixes() -> tuple[str, ...]:
+    """The suffixes of files of weights, those of other tools included: no output folder has such a name."""
+    return (".gguf", *(suffix for container in CONTAINERS.values() for suffix in container.suffixes))

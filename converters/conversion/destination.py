@@ -5,7 +5,7 @@ from pathlib import Path
 
 from converters.common.errors import CheckpointError, TitanError
 from converters.containers import torch_file
-from converters.containers.registry import WEIGHT_SUFFIXES
+from converters.containers.registry import weight_suffixes
 from converters.containers.sniff import first_bytes, is_zip
 from converters.conversion.execute import check_places, execute
 from converters.conversion.records import Execution, Plan, Run, no_small_files
@@ -89,7 +89,7 @@ def destination_of(dst: Place, format: Format) -> Destination:
     location = locate(dst)
     if location.suffix in format.file_suffixes:
         return FileDestination(location)
-    if location.suffix.lower() in WEIGHT_SUFFIXES:
+    if location.suffix.lower() in weight_suffixes():
         stem = location.name.removesuffix(location.suffix)
         raise CheckpointError(
             f"{dst}: a folder would be made, and this is the name of a file",

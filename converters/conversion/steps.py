@@ -27,7 +27,7 @@ def check_names(weights: NativeWeights, request: Request, files: ExitStack) -> t
     if remarks or not wanted.names:
         return weights, [text for text in remarks if text]
     others = (f for f in FORMATS.values() if container in f.containers and names.startswith(tuple(f.names)))
-    actual = next(others, usual_format(container))
+    actual = next(others, usual_format(container)) or wanted
     if actual is wanted:
         return weights, [f"tensors have {names} names, not those of {wanted.called}"]
     tries = [f"titan convert {actual.name}-to-{request.output.name} {request.src} {request.dst}"]

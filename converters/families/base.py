@@ -1,5 +1,7 @@
 """What a model family declares, without torch: numbers, blocks, parameters, names."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -47,7 +49,7 @@ def _same_naming(naming: Naming, args: ModelArgs) -> Naming:
     return naming
 
 
-def _any_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, "TensorInfo"]) -> Naming:
+def _any_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, TensorInfo]) -> Naming:
     return naming
 
 
@@ -78,7 +80,7 @@ class Family:
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
     # The naming of a checkpoint's tensors among those of the same names, where only shapes distinguish them
-    naming_by_shapes: Callable[[Naming, ModelArgs, Mapping[str, "TensorInfo"]], Naming] = _any_shapes
+    naming_by_shapes: Callable[[Naming, ModelArgs, Mapping[str, TensorInfo]], Naming] = _any_shapes
     release: Release | None = None
     quantized_as: tuple[str, ...] = ("fp8",)  # how such models are published, beside 16 bits (quantization.Scheme)
 

@@ -1,10 +1,11 @@
 """The known families. `register` adds a user's own, from a module that `custom_import` or `--import` names."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.common.extensions import ExtensionError, check_call, where_defined
+from converters.common.extensions import ExtensionError, check_name, check_record, where_defined
 from converters.families.args import ModelArgs
 from converters.families.base import Family
 from converters.families.blocks import Block
@@ -26,24 +27,15 @@ _NOT_COVERED = {
 }
 
 
-# What a family's functions are called with
-_CALLED_WITH = {
-    "parameters": ("args",),
-    "args_from_hf_config": ("config",),
-    "hf_config": ("args",),
-    "block": ("args", "layer"),
-    "claims": ("args",),
-    "problems": ("args",),
-    "naming_for": ("naming", "args"),
-}
-
-
 def register(family: Family) -> None:
-    """Add a family under its name. Raises ExtensionError for functions that cannot be called or return other types."""
-    if not isinstance(family, Family):
-        raise ExtensionError(f"register_family was called with {family!r:.80}, which is not a Family")
-    for name, arguments in _CALLED_WITH.items():
-        check_call(getattr(family, name), arguments, f"`{name}` of family {family.name!r}")
+    """Add a family under its name; one of a built-in name may only have other flavors.
+
+    Raises ExtensionError for fields of other types, and functions that cannot be called or return other types.
+    """
+    check_record(family, Family, f"family {getattr(family, 'name', '?')!r}")
+    known = _FAMILIES.get(family.name)
+    if known is None or replace(family, flavors=known.flavors) != known:
+        check_name("family", family.name, _FAMILIES)
     for args in list(family.flavors.values())[:1]:
         parameters, block = family.parameters(args), family.block(args, 0)
         if not (isinstance(parameters, list) and all(isinstance(each, Parameter) for each in parameters)):

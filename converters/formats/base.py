@@ -181,6 +181,18 @@ class Contents:
         return {name: info for name, info in self.tensors.items() if name not in self.coded}
 
 
+def write_model_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
+    """Write what describes the model, and its tokenizer, for a format that has no files of its own for them."""
+    from converters.common.names import ASSETS_FOLDER, MODEL_INFO
+    from converters.model.model_info import write_model_info
+    from converters.tokenizers.assets import write_assets
+
+    info = contents.info
+    write_model_info(folder, info)
+    assets = write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)
+    return [MODEL_INFO, *(f"{ASSETS_FOLDER}/{name}" for name in assets)]
+
+
 @dataclass(frozen=True, slots=True)
 class CommandHelp:
     """The help page of one `titan convert` command."""
@@ -200,7 +212,8 @@ class Format:
     takes: tuple[str, ...]  # fields of OutputOptions that it takes, in the order of the help page
     naming: Callable[[Family, OutputOptions], Naming | None]  # None: native names
     plan: Callable[[Contents, OutputOptions], Target]
-    write_small_files: Callable[[Path, Contents, OutputOptions], list[str]]  # returns the names of what it wrote
+    # returns the names of what it wrote
+    write_small_files: Callable[[Path, Contents, OutputOptions], list[str]] = write_model_files
     # how the name of a source's naming begins, or its container → a remark on such a source, or ""; empty: any
     names: Mapping[str, str] = field(default_factory=dict)
     from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
@@ -21,17 +20,6 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     return plan_torch(contents.tensors, file=file, streamed=contents.streamed)
 
 
-def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    from converters.common.names import ASSETS_FOLDER, MODEL_INFO
-    from converters.model.model_info import write_model_info
-    from converters.tokenizers.assets import write_assets
-
-    info = contents.info
-    write_model_info(folder, info)
-    assets = write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)
-    return [MODEL_INFO, *(f"{ASSETS_FOLDER}/{name}" for name in assets)]
-
-
 TORCH = Format(
     name="torch",
     called="a torch file",
@@ -39,7 +27,6 @@ TORCH = Format(
     takes=(),
     naming=lambda family, options: None,
     plan=_plan,
-    write_small_files=_write_small_files,
     file_suffixes=_SUFFIXES,
     destination_help="The .pt, .pth or .bin file to make; else a folder with model.pt.",
     to_dcp=CommandHelp(

@@ -9,7 +9,7 @@ from converters.common.collector import collector_paused
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import ASSETS_FOLDER, HF_CONFIG, MANIFEST
 from converters.containers.base import Listing
-from converters.containers.registry import CONTAINERS, WEIGHT_SUFFIXES
+from converters.containers.registry import CONTAINERS, weight_suffixes
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.model.model_info import MODEL_FILES
 from converters.naming.wrappers import unwrap_modules, unwrap_outer
@@ -37,7 +37,6 @@ from converters.views.catalog import Catalog
 
 _SMALL_FOLDERS = (ASSETS_FOLDER, f"{ASSETS_FOLDER}/{CHAT_TEMPLATES}", CHAT_TEMPLATES, "original", ".hf_metadata")
 _BESIDE_A_FILE = {*MODEL_FILES, *CARRIED, MANIFEST}
-_READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
 
 
 @collector_paused()
@@ -139,15 +138,17 @@ def _small_files(store: Store, file: str) -> Iterator[str]:
     if file:
         names = [n for n in names if n.endswith("/") or n in _BESIDE_A_FILE or DOCUMENT.fullmatch(n)]
     folders = [folder for folder in _SMALL_FOLDERS if f"{folder.partition('/')[0]}/" in names]
+    of_weights = weight_suffixes()
     for name in (*names, *(f"{folder}/{name}" for folder in folders for name in names_at(store.location / folder))):
-        if not name.endswith(("/", *WEIGHT_SUFFIXES, *FOREIGN)) and store.size(name) <= MOST_BYTES:
+        if not name.endswith(("/", *of_weights, *FOREIGN)) and store.size(name) <= MOST_BYTES:
             yield name
 
 
 def _open_folder(store: Store) -> Catalog:
     root, path = store.local(), store.location
     # before any file is opened
-    refuse_links_out(root, [p for p in linked_files(root) if p.name.endswith(_READ_SUFFIXES)])
+    read = (*weight_suffixes(), ".json", ".metadata")
+    refuse_links_out(root, [p for p in linked_files(root) if p.name.endswith(read)])
     names = {*store.names()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save interrupted?")

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.common.extensions import check_call
+from converters.common.extensions import ExtensionError, check_call, check_name, check_protocol, where_defined
 from converters.store.folder import open_folder
-from converters.store.location import Location
+from converters.store.location import SCHEME, Location
 
 
 class Store(Protocol):
@@ -52,6 +52,7 @@ def register_store(scheme: str, opener: Opener) -> None:
     `opener` gets the Location and returns the store of a folder and "", or the store of a file's folder and its name.
     It raises CheckpointError if there is nothing at the location.
     """
+    check_name("store", scheme, _OPENERS, pattern=SCHEME)
     check_call(opener, ["location"], f"the opener of {scheme}://")
     _OPENERS[scheme] = opener
 
@@ -70,7 +71,12 @@ def open_store(location: Location) -> tuple[Store, str]:
             f"{location}: {location.scheme}:// cannot be read",
             hint=f"known: paths, {known}" if known else "give a path; a module of your own can register a store",
         )
-    return opener(location)
+    opened = opener(location)
+    if not (isinstance(opened, tuple) and len(opened) == 2 and isinstance(opened[1], str)):
+        what = f"{where_defined(opener)}: the opener of {location.scheme}://"
+        raise ExtensionError(f"{what} returned {opened!r:.80}, not a Store and a str")
+    check_protocol(opened[0], Store, f"the store of {location.scheme}://")
+    return opened
 
 
 def names_at(location: Location) -> list[str]:

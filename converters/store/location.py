@@ -6,7 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from converters.common.errors import UnsupportedError
 
-_URI = re.compile(r"([a-z][a-z0-9+.-]*)://")
+SCHEME = r"[a-z][a-z0-9+.-]*"
+_URI = re.compile(rf"({SCHEME})://")
 
 
 @dataclass(frozen=True, slots=True)

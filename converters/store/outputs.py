@@ -1,9 +1,9 @@
 """Who makes the outputs of a location: of a path, the folder's; of a URI, what is registered for its scheme."""
 
 from converters.common.errors import UnsupportedError
-from converters.common.extensions import check_attributes
+from converters.common.extensions import check_name, check_protocol
 from converters.store.folder_output import FolderOutputs
-from converters.store.location import Location
+from converters.store.location import SCHEME, Location
 from converters.store.output import Outputs
 
 _OUTPUTS: dict[str, Outputs] = {}
@@ -11,8 +11,8 @@ _OUTPUTS: dict[str, Outputs] = {}
 
 def register_outputs(scheme: str, outputs: Outputs) -> None:
     """Write to locations `scheme://…` with the outputs that `outputs` makes (output.Outputs says what it needs)."""
-    needed = [name for name in vars(Outputs) if not name.startswith("_")]
-    check_attributes(outputs, needed, f"what makes the outputs of {scheme}://")
+    check_name("store", scheme, _OUTPUTS, pattern=SCHEME)
+    check_protocol(outputs, Outputs, f"what makes the outputs of {scheme}://")
     _OUTPUTS[scheme] = outputs
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from converters.containers.registry import CONTAINERS
 from converters.families import registry as families
+from converters.formats.registry import FORMATS
 from trainer.config import sections
 from trainer.data import datasets, kinds
 from trainer.loss import registry as losses
@@ -47,6 +49,8 @@ def registries(monkeypatch):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     before, registered = list(kinds.known_kinds), dict(sections.registered_sections)
     yield
+    CONTAINERS.pop("my_files", None)
+    FORMATS.pop("my_format", None)
     kinds.known_kinds[:] = before
     sections.registered_sections.clear()
     sections.registered_sections.update(registered)

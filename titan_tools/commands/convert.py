@@ -1,5 +1,6 @@
 """titan convert: the same weights in another format. The commands are made from the records of the formats."""
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -44,10 +45,17 @@ class _UnknownFormat(TitanError):
 
 
 class _Pairs(TyperGroup):
-    """The listed commands and, made when they are named, those of all other pairs of formats: `hf-to-meta`."""
+    """The listed commands and, made when they are named, those of all other pairs of formats: `hf-to-meta`.
+
+    `auto` is also made when it is named: a module of the user's may have registered formats.
+    """
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         source, _, to = cmd_name.partition("-to-")
+        if cmd_name == "auto":
+            alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+            _register_auto(alone)
+            return typer.main.get_command(alone)
         if cmd_name in self.commands or not {source, to} <= FORMATS.keys():
             return super().get_command(ctx, cmd_name)
         a, b = FORMATS[source], FORMATS[to]
@@ -85,11 +93,6 @@ convert_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_SINGLE_FILES = ", ".join(
-    f"--to {f.name} also takes a {', '.join(f.file_suffixes[:-1])} or {f.file_suffixes[-1]} file"
-    for f in FORMATS.values()
-    if f.file_suffixes
-)
 _AUTO = CommandHelp(
     "Any format to any format.",
     "Convert a checkpoint of any format to any format. Also reads torchtitan's other layouts and torch files with "
@@ -100,9 +103,6 @@ _AUTO = CommandHelp(
         "auto Llama-3.1-8B llama-8b.pt --to torch",
     ),
 )
-
-
-_FormatName = StrEnum("_FormatName", {name: name for name in FORMATS})  # type: ignore[misc]  # known at run time
 
 
 def _common_options(
@@ -144,7 +144,8 @@ def _register(
     parameters = [argument("src", Source), argument("dst", Annotated[Location, dst])]
     if to is None:
         option = typer.Option(help="The format to write.", show_default=False)
-        parameters.append(argument("to", Annotated[_FormatName, option]))
+        names: Any = StrEnum("_FormatName", {name: name for name in FORMATS})  # type: ignore[misc]  # known at run time
+        parameters.append(argument("to", Annotated[names, option]))
     for field in takes:
         option = format_option(field)
         parameters.append(argument(OPTIONS[field].parameter, Annotated[OPTIONS[field].kind | None, option], None))
@@ -195,6 +196,14 @@ def _register(
     app.command(name, short_help=help.short)(registered)
 
 
+def _register_auto(app: typer.Typer) -> None:
+    """Add `titan convert auto`, which writes the formats that are registered now."""
+    suffixes = {f.name: re.sub(", ([^,]*)$", r" or \1", ", ".join(f.file_suffixes)) for f in FORMATS.values()}
+    single_files = ", ".join(f"--to {name} also takes a {text} file" for name, text in suffixes.items() if text)
+    destination = f"The folder to create; {single_files}."
+    _register(app, "auto", _AUTO, source=None, to=None, takes=list(OPTIONS), destination=destination)
+
+
 _DCP = FORMATS["dcp"]
 for _format in FORMATS.values():
     if _format.to_dcp:
@@ -217,12 +226,4 @@ for _format in FORMATS.values():
             takes=_format.takes,
             destination=_format.destination_help,
         )
-_register(
-    convert_app,
-    "auto",
-    _AUTO,
-    source=None,
-    to=None,
-    takes=list(OPTIONS),
-    destination=f"The folder to create; {_SINGLE_FILES}.",
-)
+_register_auto(convert_app)

@@ -5,13 +5,12 @@ torchtitan's unless a line says otherwise. The types are the checks: `Literal` l
 limits; `types.py` enforces both.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from converters.common.extensions import ExtensionError, where_defined
+from converters.common.extensions import ExtensionError, check_name, where_defined
 from trainer.config.types import Number, Pattern, describe, fit
 
 Count = Annotated[int, Number(low=0)]
@@ -426,8 +425,7 @@ def register_section(name: str, record: type) -> None:
     Raises ExtensionError if it is not one, or lacks a default, or has types that no value of TOML can have.
     """
     what = f"section {name!r}"
-    if not re.fullmatch(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*", name) or name in sections():
-        raise ExtensionError(f"{what} is built in, or not a name in small letters; choose another one")
+    check_name("section", name, {*sections(), *registered_sections}, pattern=r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
     if not (isinstance(record, type) and is_dataclass(record)):
         raise ExtensionError(f"{what} is {record!r:.80}, which is not a dataclass")
     try:

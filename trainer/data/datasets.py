@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from converters.common.errors import ConfigError, DataError, UnsupportedError
-from converters.common.extensions import check_call
+from converters.common.extensions import check_call, check_name
 from converters.tokenizers.tokenizer import load_tokenizer
 from trainer.data.index import open_index, read_vocab_size
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
@@ -29,8 +29,7 @@ def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> No
 
     `open_source(dataset_path)` is called on every rank and returns the tokens.
     """
-    if name in _BUILT_IN:
-        raise ConfigError(f"a kind of data called {name!r} is built in", hint="choose another name")
+    check_name("dataset", name, {*_BUILT_IN, *_OPENERS})
     check_call(open_source, ("dataset_path",), f"dataset {name!r}")
     if name not in known_kinds:
         known_kinds.append(name)

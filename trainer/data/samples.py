@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from converters.common.errors import ConfigError, DataError
-from converters.common.extensions import ExtensionError, check_attributes, check_call, where_defined
+from converters.common.extensions import ExtensionError, check_protocol, where_defined
 from trainer.data.index import HELD_OUT
 from trainer.data.packing import BestFit, refuse_wrong_offsets
 from trainer.data.position import Cut
@@ -52,8 +52,7 @@ class Weighted:
 
 def refuse_no_source(source: Any, what: str, *, made_by: Any) -> None:
     """Raise ExtensionError if what a registered dataset's function returned is not a TokenSource."""
-    check_attributes(source, ("fingerprint", "vocab_size", "unigram_entropy", "tokens"), what, made_by=made_by)
-    check_call(source.tokens, ("split",), f"`tokens` of {what}")
+    check_protocol(source, TokenSource, what, made_by=made_by)
     if not isinstance(source.vocab_size, int):
         raise ExtensionError(f"{where_defined(source)}: `vocab_size` of {what} is {source.vocab_size!r}, not an int")
 

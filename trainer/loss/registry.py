@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from converters.common.errors import ConfigError
-from converters.common.extensions import check_call
+from converters.common.extensions import check_call, check_name
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Parallelism
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
@@ -36,8 +35,7 @@ def register_loss(name: str, loss_sum: "Callable[..., Tensor]", *, takes_columns
     `loss_sum(logits_BLV, targets_BL, group=group)`, the logits are this rank's even share of the vocabulary in rank
     order, and it returns the whole loss on every rank of `group`. Without tensor parallelism there is no `group`.
     """
-    if name in (CHUNKED, PLAIN):
-        raise ConfigError(f"{name!r} is one of titan's losses; register yours under another name")
+    check_name("loss", name, loss_names())
     check_call(loss_sum, ("logits", "targets"), f"loss {name!r}", named=("group",) if takes_columns else ())
     _REGISTERED[name] = RegisteredLoss(loss_sum, takes_columns)
 

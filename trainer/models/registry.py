@@ -1,12 +1,14 @@
 """The model families that can be trained; their numbers and names are in `converters/families`. Torch-free."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import UnsupportedError, list_offenders
-from converters.common.extensions import ExtensionError, check_attributes, check_call
+from converters.common.extensions import check_attributes, check_call, check_name, check_record
 from converters.families.args import ModelArgs
 from converters.families.base import Family
 from converters.families.blocks import GroupedQuery
@@ -33,7 +35,7 @@ class TrainerFamily:
     `make_mask` makes of the documents to every inner attention.
     """
 
-    build_model: "Callable[[ModelArgs], ModelPart]"  # or a module with the same methods
+    build_model: Callable[[ModelArgs], ModelPart]  # or a module with the same methods
     tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]] = tensor_plan
     initial_distribution: Callable[[Parameter, ModelArgs], Distribution] = initial_distribution
     takes_documents: bool = False
@@ -45,7 +47,7 @@ def decoder_of(family: str) -> TrainerFamily:
     return TrainerFamily(partial(_build_decoder, family), takes_documents=True)
 
 
-def _build_decoder(family: str, args: ModelArgs) -> "ModelPart":
+def _build_decoder(family: str, args: ModelArgs) -> ModelPart:
     from trainer.models.decoder import Transformer
 
     described = get_family(family)
@@ -59,11 +61,8 @@ _FAMILIES["gpt_oss"] = replace(_FAMILIES["gpt_oss"], initial_distribution=gpt_os
 def register(name: str, family: TrainerFamily | None = None) -> None:
     """Make a family trainable, by default as `decoder_of`; register it with `converters.families.registry`, too."""
     family = decoder_of(name) if family is None else family
-    if not isinstance(family, TrainerFamily):
-        raise ExtensionError(f"register_model was called with {family!r:.80}, which is not a TrainerFamily")
-    check_call(family.build_model, ("args",), f"`build_model` of family {name!r}")
-    check_call(family.tensor_plan, ("parameters",), f"`tensor_plan` of family {name!r}")
-    check_call(family.initial_distribution, ("parameter", "args"), f"`initial_distribution` of family {name!r}")
+    check_record(family, TrainerFamily, f"family {name!r}")
+    check_name("model", name, _FAMILIES)
     if family.objective is not None:
         check_objective(family.objective, name)
     _FAMILIES[name] = family

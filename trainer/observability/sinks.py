@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from converters.common.extensions import check_attributes, check_call
+from converters.common.extensions import check_call, check_name, check_protocol
 from converters.common.names import RESUMED_FROM
 from trainer.config.custom_import import error_of_import
 from trainer.observability.log import note
@@ -44,6 +44,7 @@ _REGISTERED: dict[str, Callable[[LoggedRun], MetricSink]] = {}
 
 def register_metric_sink(name: str, open_sink: Callable[[LoggedRun], MetricSink]) -> None:
     """Send the metrics of every run to `open_sink(run)` too; it is called on rank 0, before the first step."""
+    check_name("metric sink", name, _REGISTERED)
     check_call(open_sink, ("run",), f"metric sink {name!r}")
     _REGISTERED[name] = open_sink
 
@@ -64,10 +65,7 @@ class RegisteredSink:
         self._sink: MetricSink | None = None
         self._attempt(lambda: setattr(self, "_sink", open_sink(run)))
         if self._is_on:
-            check_attributes(self._sink, ("log", "close"), f"metric sink {name!r}", made_by=open_sink)
-            assert self._sink is not None
-            check_call(self._sink.log, ("step", "metrics"), f"`log` of metric sink {name!r}")
-            check_call(self._sink.close, (), f"`close` of metric sink {name!r}")
+            check_protocol(self._sink, MetricSink, f"metric sink {name!r}", made_by=open_sink)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._is_on and self._sink is not None:

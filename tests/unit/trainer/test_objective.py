@@ -25,7 +25,7 @@ def no_family_stays(monkeypatch):
         (
             "place",
             lambda job: None,
-            r"test_objective.py:\d+: `place` of the objective .* is called with \(job, meshes, d",
+            r"test_objective.py:\d+: `place` of the objective .* is called with \(Job, Meshes, t",
         ),
         ("zeros", None, "`zeros` of the objective of family 'mine' is None, which cannot be called"),
         ("axes", ("cp", "sp"), "axes has sp; there are pp, cp, tp, ep"),

@@ -2,17 +2,31 @@
 
 import inspect
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from converters.api import (
+    Location,
+    register_container,
+    register_family,
+    register_format,
+    register_outputs,
+    register_store,
+)
+from converters.common import extensions
 from converters.common.errors import TitanError
 from converters.common.extensions import ExtensionError, check_call
+from converters.containers.safetensors import SAFETENSORS
 from converters.families import registry as families
 from converters.families.llama3 import LLAMA3
+from converters.formats.torch import TORCH
+from converters.store import base
+from tests.pretend_store import PretendOutputs
+from trainer.api import register_model, register_section
 from trainer.config.sections import Compile
 from trainer.data import datasets
 from trainer.data.datasets import open_dataset, register_dataset
@@ -23,6 +37,7 @@ from trainer.loss.registry import register_loss
 from trainer.models import registry as models
 from trainer.models.decoder import Transformer
 from trainer.models.registry import TrainerFamily, check_parameters
+from trainer.next_token.objective import NEXT_TOKEN
 from trainer.observability import sinks
 from trainer.observability.sinks import LoggedRun, open_registered_sinks, register_metric_sink
 
@@ -84,7 +99,7 @@ class Sink:
         (
             families.register,
             (replace(LLAMA3, name="mine", block=takes_one),),
-            "`block` of family 'mine' is called with (args, layer)",
+            "`block` of family 'mine' is called with (ModelArgs, int)",
         ),
         (
             families.register,
@@ -102,10 +117,138 @@ def test_what_cannot_be_called_and_what_has_no_signature():
     with pytest.raises(ExtensionError, match="loss 'mine' is None, which cannot be called"):
         register_loss("mine", None)
     check_call(dict.fromkeys, ("keys",), "a function that is not written in Python")
-    with pytest.raises(ExtensionError, match="not a TrainerFamily"):
-        models.register("mine", takes_one)
-    with pytest.raises(ExtensionError, match="not a Family"):
-        families.register("mine")
+
+
+FORMAT = replace(TORCH, name="mine")
+CONTAINER = replace(SAFETENSORS, name="mine")
+GOOD = TrainerFamily(takes_one, objective=NEXT_TOKEN)
+
+
+class OtherClaim(PretendOutputs):
+    def claim(self, location, *, files, fingerprint):
+        pass
+
+
+class WithoutClaim:
+    only_appends = True
+    check = PretendOutputs.check
+
+
+@dataclass(frozen=True)
+class Section:
+    size: int
+
+
+@pytest.mark.parametrize(
+    ("register", "args", "said"),
+    [
+        (register_family, ("mine",), "is 'mine', which is not a Family"),
+        (register_family, (replace(LLAMA3, name="a b"),), "'a b' cannot be the name of a family"),
+        (
+            register_family,
+            (replace(LLAMA3, ends=takes_nothing),),
+            "`ends` of family 'llama3' is called with (ModelArgs): too",
+        ),
+        (
+            register_family,
+            (replace(LLAMA3, hf_architectures="LlamaForCausalLM"),),
+            "is 'LlamaForCausalLM', which is not tuple[str, ...]",
+        ),
+        (register_family, (replace(LLAMA3, flavors={"8B": 8}),), "which is not Mapping[str, ModelArgs]"),
+        (
+            register_family,
+            (replace(LLAMA3, keep_float32=("norm",)),),
+            "family 'llama3' is built in; choose another name",
+        ),
+        (register_model, ("mine", takes_one), "which is not a TrainerFamily"),
+        (
+            register_model,
+            ("mine", replace(GOOD, tensor_plan=takes_nothing)),
+            "is called with (Sequence[Parameter]): too many",
+        ),
+        (register_model, ("mine", replace(GOOD, objective=takes_one)), "which is not Objective | None"),
+        (
+            register_model,
+            ("mine", replace(GOOD, objective=replace(NEXT_TOKEN, zeros=takes_one))),
+            "`zeros` of the objective of family 'mine' is called with (Job, int, bool): too many",
+        ),
+        (
+            register_model,
+            ("mine", replace(GOOD, objective=replace(NEXT_TOKEN, axes="cp"))),
+            "`axes` of the objective of family 'mine' is 'cp', which is not tuple[str, ...]",
+        ),
+        (register_model, ("llama3", GOOD), "model 'llama3' is built in"),
+        (register_section, ("training", Section), "section 'training' is built in"),
+        (register_section, ("mine", Section), "section 'mine': every field needs a default"),
+        (register_section, ("mine", Section(8)), "which is not a dataclass"),
+        (register_dataset, ("c4", takes_one), "dataset 'c4' is built in"),
+        (register_container, (TORCH,), "which is not a Container"),
+        (register_container, (SAFETENSORS,), "container 'safetensors' is built in"),
+        (
+            register_container,
+            (replace(CONTAINER, find=takes_nothing),),
+            "`find` of container 'mine' is called with (Listing): too",
+        ),
+        (
+            register_container,
+            (replace(CONTAINER, suffixes=".npy"),),
+            "`suffixes` of container 'mine' is '.npy', which is not tuple[str, ...]",
+        ),
+        (register_format, (SAFETENSORS,), "which is not a Format"),
+        (register_format, (replace(FORMAT, name="hf"),), "format 'hf' is built in"),
+        (register_format, (replace(FORMAT, name="my-to-one"),), "'my-to-one' cannot be the name of a format"),
+        (
+            register_format,
+            (replace(FORMAT, plan=takes_one),),
+            "`plan` of format 'mine' is called with (Contents, OutputOptions): too",
+        ),
+        (
+            register_format,
+            (replace(FORMAT, takes=("shard_size",)),),
+            "takes has shard_size; there are mesh, shard_bytes",
+        ),
+        (register_store, ("mine", takes_nothing), "the opener of mine:// is called with (location): too many"),
+        (register_store, ("Mine", takes_one), "'Mine' cannot be the name of a store"),
+        (register_store, ("taken", takes_one), "store 'taken' is registered by somebody; choose another name"),
+        (register_outputs, ("mine", WithoutClaim()), "what makes the outputs of mine:// has no require_space and no "),
+        (
+            register_outputs,
+            ("mine", OtherClaim()),
+            "`claim` of what makes the outputs of mine:// is called with (location, files=…",
+        ),
+        (
+            register_outputs,
+            ("mine", PretendOutputs),
+            "`check` of what makes the outputs of mine:// is called with (location, overw",
+        ),
+    ],
+)
+def test_what_breaks_a_protocol_is_refused_with_what_is_expected(monkeypatch, register, args, said):
+    monkeypatch.setitem(base._OPENERS, "taken", takes_one)
+    monkeypatch.setitem(extensions._OWNERS, ("store", "taken"), "somebody")
+    with pytest.raises(ExtensionError, match=re.escape(said)):
+        register(*args)
+
+
+@pytest.mark.parametrize(
+    ("opened", "said"),
+    [
+        (None, "the opener of mine:// returned None, not a Store and a str"),
+        ((PretendOutputs(), ""), "the store of mine:// has no location and no walk and no size"),
+    ],
+)
+def test_what_an_opener_returns_is_checked_when_a_location_is_opened(monkeypatch, opened, said):
+    monkeypatch.setattr(base, "_OPENERS", {})
+    register_store("mine", lambda location: opened)
+    with pytest.raises(ExtensionError, match=said):
+        base.open_store(Location("mine://bucket"))
+
+
+def test_a_package_may_register_its_own_again_and_give_a_family_of_titan_s_more_flavors():
+    for _ in range(2):
+        register_family(replace(LLAMA3, name="mine"))
+        register_family(replace(LLAMA3, flavors={"tiny": TINY}))
+    assert families.get_family("llama3").flavors == {"tiny": TINY}
 
 
 @pytest.mark.parametrize("name", ["fingerprint", "vocab_size", "unigram_entropy", "tokens"])
@@ -195,8 +338,8 @@ def test_a_model_with_another_forward():
         model = Other(TINY)
     said = "`forward` of the model of family 'llama3' is called with (x, positions, documents)"
     refused_at(Other.forward, check_parameters, model, LLAMA3.parameters(TINY), family="llama3", said=said)
-    models.register("llama3", TrainerFamily(takes_one))
-    refused_at(takes_one, check_parameters, None, [], family="llama3", said="the model of family 'llama3' is None")
+    models.register("mine", TrainerFamily(takes_one))
+    refused_at(takes_one, check_parameters, None, [], family="mine", said="the model of family 'mine' is None")
 
 
 RUN = LoggedRun(None, {}, 0)

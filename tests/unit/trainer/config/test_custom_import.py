@@ -54,7 +54,7 @@ def test_a_module_that_exits_is_an_error_of_the_module(tmp_path):
         ("import json\n\njson.loads('x')\n", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({}:3)"),
         (
             "from trainer.api import register_loss\nregister_loss('plain', max)\n",
-            "'plain' is one of titan's losses; register yours under another name ({}:2)",
+            "loss 'plain' is built in; choose another name ({}:2)",
         ),
     ],
 )

@@ -419,7 +419,7 @@ def test_without_the_module_its_section_is_unknown(module, tmp_path):
     ("name", "record", "text"),
     [
         ("training", "Good", "is built in"),
-        ("Images", "Good", "not a name in small letters"),
+        ("Images", "Good", "'Images' cannot be the name of a section"),
         ("images", "Good()", "which is not a dataclass"),
         ("images", "WithoutDefault", "needs a default"),
         ("images", "OtherDefault", "of its type"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from converters.common.errors import ConfigError, DataError, UnsupportedError
+from converters.common.extensions import ExtensionError
 from trainer.data import datasets
 from trainer.data.datasets import check_dataset, open_dataset, register_dataset
 from trainer.data.loader import TokenLoader
@@ -212,7 +213,7 @@ def test_a_dataset_of_the_users_own_is_opened_by_its_name(monkeypatch):
     register_dataset("mine", lambda path: Tokens(fingerprint=path))
     assert open_dataset("mine", "somewhere", vocab_size=1000).fingerprint == "somewhere"
     for name in ("tokens", "jsonl", "c4"):
-        with pytest.raises(ConfigError, match=f"{name!r} is built in"):
+        with pytest.raises(ExtensionError, match=f"{name!r} is built in"):
             register_dataset(name, lambda path: Tokens())
 
 

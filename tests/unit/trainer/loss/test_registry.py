@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from converters.common.errors import ConfigError
+from converters.common.extensions import ExtensionError
 from converters.families.llama3 import FLAVORS
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Parallelism, Training
@@ -60,7 +61,7 @@ def test_a_loss_of_whole_logits_is_refused_next_to_loss_parallel():
 
 @pytest.mark.parametrize("name", ["chunked", "plain"])
 def test_losses_of_titans_own_cannot_be_replaced(name):
-    with pytest.raises(ConfigError, match="register yours under another name"):
+    with pytest.raises(ExtensionError, match=f"loss {name!r} is built in; choose another name"):
         register_loss(name, a_loss)
 
 
