@@ -5,7 +5,7 @@ shard, the largest weight, and the blocks that are being read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from titan_tools.infer.model.linear import FusedLinear, PackedWeight, WidenedWei
 from titan_tools.infer.model.quantize import STORED, QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reach import MOST_MARKS, Reach, reach_of
 from titan_tools.infer.model.reading import Joined, read_in_order
-from titan_tools.infer.model.stored_weight import StoredSlice, StoredWeight, reads_of, slice_of
+from titan_tools.infer.model.stored_weight import StoredWeight, reads_of, slice_of
 from titan_tools.infer.model.tensor_parallel import (
     GatheredOutput,
     SlicedEmbedding,
@@ -66,7 +66,7 @@ class SlicedModel:
 
     @property
     def has_sinks(self) -> bool:
-        return any(isinstance(one, GroupedQuery) and one.has_sinks for one in self.attentions)
+        return any(isinstance(attention, GroupedQuery) and attention.has_sinks for attention in self.attentions)
 
     def reaches(self, room: int) -> list[Reach]:
         """The reach of every layer, in rows of `room` tokens."""
@@ -75,11 +75,11 @@ class SlicedModel:
     def cache_bytes(self, room: int) -> int:
         """Keys and values of a row of `room` tokens in all layers on this rank, with the copies of its windows."""
         copies = 1 + MOST_MARKS
-        return self._bytes_of(sum(each.size * (copies if each.is_window else 1) for each in self.reaches(room)))
+        return self._bytes_of(sum(reach.size * (copies if reach.is_window else 1) for reach in self.reaches(room)))
 
     def cache_bytes_seen(self, num: int) -> int:
         """Keys and values that the last of `num` tokens sees, in all layers on this rank."""
-        return self._bytes_of(sum(each.num_seen(num - 1) for each in self.reaches(num)))
+        return self._bytes_of(sum(reach.num_seen(num - 1) for reach in self.reaches(num)))
 
     def _bytes_of(self, num_tokens: int) -> int:
         per_head = self.head_dim if self.latent else 2 * self.head_dim
@@ -109,92 +109,135 @@ def load_model(
     product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
     for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
-    args, family, trained = info.args, get_family(info.family), get_trainer_family(info.family)
-    if trained.objective is not None:
-        raise UnsupportedError(f"models of family {family.name!r} learn {trained.objective.unit}, not the next token")
-    parameters = family.parameters(args)
-    with torch.device("meta"), _NoInitialValues():
-        model: Any = trained.build_model(args)
-    check_parameters(model, parameters, family=info.family)
+    args, family = info.args, get_family(info.family)
+    parameters, blocks = family.parameters(args), family.blocks(args)
+    model: Any = _empty_model(info, parameters)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
-    blocks = family.blocks(args)
     _replace_experts(model, blocks, tp=tp)
     _replace_latent_attention(model, blocks)
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
-    num_kv_heads = _num_kv_heads(slices, info, blocks[0].latent)
+    latent = blocks[0].latent
+    num_kv_heads = _num_kv_heads(slices, info, latent)
     single = [p for p in parameters if p.expert_dim is None]
-    # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
-    most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
-    blocks_source = source if isinstance(source, BlocksSource) and quantize == STORED else None
-    joins = fused and not blocks_source  # layers' blocks need not end where layers do
-    group_of = _expert_groups(parameters) | (_fuse(model, single, slices, most=most) if joins else {})
+    kept = source if isinstance(source, BlocksSource) and quantize == STORED else None
+    group_of = _expert_groups(parameters)
+    if fused and not kept:  # layers' blocks need not end where layers do
+        # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
+        most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
+        group_of |= _fuse(model, single, slices, most=most)
 
     # Packed fp32 weights are faster for several rows of activations, and an expert has one or few in a decode step
     stays_plain = len(single) < len(parameters) and dtype == torch.float32
-
-    def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
-        """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
-        if quantize and quantize != STORED:
-            return partial(quantize_weight, how=quantize)
-        if packed and can_pack(shape, dtype, device) and not stays_plain:
-            return PackedWeight
-        return WidenedWeight if packed and not multiplies(dtype, device) else None
-
-    places: dict[Joined, Callable[[Tensor], None]] = {}  # what is read, and what is called with its values
-    roles, biases = {p.fqn: p.role for p in parameters}, {p.fqn for p in parameters if p.is_bias}
+    forms = _Forms(dtype, device, None if quantize == STORED else quantize, packed, may_pack=packed and not stays_plain)
+    reads = _Reads(model, forms, kept, is_first=rank == 0)
+    parameter_of = {p.fqn: p for p in parameters}
     # Decode steps take a head's rows of these
     read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.latent}
     for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
-        module, name = _owner(model, fqns[0])
-        boxes, role = tuple((fqn, slices[fqn]) for fqn in fqns), roles[fqns[0]]
-        is_linear = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
-        is_plain = role in _IN_FP32 or fqns[0] in read_by_head
-        if isinstance(module, SlicedExperts):
-            name = "down" if role is Role.EXPERT_ROW else "gate_up"
-            if fqns[0] in biases:
-                if name == "gate_up" or rank == 0:  # the ranks' outputs are added
-                    places[Joined(boxes, dtype)] = partial(setattr, module, f"{name}_bias")
-                continue
-        if blocks_source and not is_plain and blocks_source.blocks.keys() >= set(fqns):
-            kept = [(slice_of(fqn, box, blocks_source), fqn, box) for fqn, box in boxes]
-            _keep_blocks(module, name, [each for each, _, _ in kept])
-            for each, fqn, box in kept:
-                places |= reads_of(each, fqn, box, blocks_source)
-            continue
-        if isinstance(module, SlicedExperts):
-            whole = Joined(boxes, dtype, dim=1)
-            form = form_of(whole.shape[1:])
-            stacked = device.type != "cpu" or not packed
-            places |= module.reads(name, whole, form, is_temporary=_is_converted(form), stacked=stacked)
-            continue
-        joined = Joined(boxes, torch.float32 if role in _IN_FP32 else dtype)
-        form = form_of(joined.shape) if is_linear and not is_plain else None
-        places[replace(joined, is_temporary=_is_converted(form))] = partial(_set, module, name, form)
-    for joined, values in read_in_order([*places], source, device=device):
-        places[joined](values)
+        boxes = tuple((fqn, slices[fqn]) for fqn in fqns)
+        reads.add(parameter_of[fqns[0]], boxes, is_plain=fqns[0] in read_by_head)
+    for joined, values in read_in_order([*reads.places], source, device=device):
+        reads.places[joined](values)
         del values  # before the next weight is allocated
     model.tie()
-    if args.tied and (form := form_of(model.output.weight.shape)):
+    if args.tied and (form := forms.of_linear(model.output.weight.shape)):
         _convert(model.output, form)
     model.to(device)  # its buffers, such as rotary frequencies
     choose_products(model, dtype)
     head, model.output = model.output, None
-    latent = blocks[0].latent
-    head_dim = latent.kv_rank + latent.rotary_dim if latent else args.head_dim
     return SlicedModel(
         model.eval(),
         head,
         device,
         dtype,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=latent.kv_rank + latent.rotary_dim if latent else args.head_dim,
         bytes_per_token=_bytes_per_token(model, head),
         experts=tuple(module for module in model.modules() if isinstance(module, RoutedExperts)),
         latent=latent,
         attentions=tuple(block.attention for block in blocks),
         quantized=quantize,
     )
+
+
+def _empty_model(info: ModelInfo, parameters: Sequence[Parameter]) -> nn.Module:
+    """The trainer's model on the meta device. Raises UnsupportedError if it learns something else than text."""
+    trained = get_trainer_family(info.family)
+    if trained.objective is not None:
+        raise UnsupportedError(f"models of family {info.family!r} learn {trained.objective.unit}, not the next token")
+    with torch.device("meta"), _NoInitialValues():
+        model = trained.build_model(info.args)
+    check_parameters(model, parameters, family=info.family)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """What becomes of the weights that were read."""
+
+    dtype: torch.dtype
+    device: torch.device
+    quantize: str | None  # "int8" or "float8"
+    packed: bool  # see load_model
+    may_pack: bool
+
+    def of_linear(self, shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
+        """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
+        if self.quantize:
+            return partial(quantize_weight, how=self.quantize)
+        if self.may_pack and can_pack(shape, self.dtype, self.device):
+            return PackedWeight
+        return WidenedWeight if self.packed and not multiplies(self.dtype, self.device) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What is read for a model's weights: `places` has the function that is called with its values."""
+
+    model: nn.Module
+    forms: _Forms
+    kept: BlocksSource | None  # the source, if its blocks of codes are kept
+    is_first: bool  # this rank
+    places: dict[Joined, Callable[[Tensor], None]] = field(default_factory=dict)
+
+    def add(self, parameter: Parameter, boxes: tuple[tuple[str, Box], ...], *, is_plain: bool) -> None:
+        """Boxes of parameters that are one weight, and the first of these; `is_plain`: it stays as it is."""
+        module, name = _owner(self.model, parameter.fqn)
+        is_plain = is_plain or parameter.role in _IN_FP32
+        if isinstance(module, SlicedExperts):
+            name = "down" if parameter.role is Role.EXPERT_ROW else "gate_up"
+            if parameter.is_bias:
+                if name == "gate_up" or self.is_first:  # the ranks' outputs are added
+                    self.places[Joined(boxes, self.forms.dtype)] = partial(setattr, module, f"{name}_bias")
+                return
+        if self.kept and not is_plain and all(fqn in self.kept.blocks for fqn, _ in boxes):
+            self._keep_blocks(module, name, boxes, self.kept)
+        elif isinstance(module, SlicedExperts):
+            self._add_experts(module, name, boxes)
+        else:
+            is_linear = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
+            dtype = torch.float32 if parameter.role in _IN_FP32 else self.forms.dtype
+            joined = Joined(boxes, dtype)
+            form = self.forms.of_linear(joined.shape) if is_linear and not is_plain else None
+            self.places[replace(joined, is_temporary=_is_converted(form))] = partial(_set, module, name, form)
+
+    def _add_experts(self, module: SlicedExperts, name: str, boxes: tuple[tuple[str, Box], ...]) -> None:
+        whole = Joined(boxes, self.forms.dtype, dim=1)
+        form = self.forms.of_linear(whole.shape[1:])
+        stacked = self.forms.device.type != "cpu" or not self.forms.packed
+        self.places.update(module.reads(name, whole, form, is_temporary=_is_converted(form), stacked=stacked))
+
+    def _keep_blocks(self, module: Any, name: str, boxes: tuple[tuple[str, Box], ...], source: BlocksSource) -> None:
+        """Give a linear layer, or experts, a weight of blocks, which are read later."""
+        slices = [slice_of(fqn, box, source) for fqn, box in boxes]
+        if isinstance(module, SlicedExperts):
+            setattr(module, name, StoredExperts(slices))
+        else:
+            delattr(module, name)
+            setattr(module, name, StoredWeight(slices))
+        for blocks, (fqn, box) in zip(slices, boxes, strict=True):
+            self.places.update(reads_of(blocks, fqn, box, source))
 
 
 def _num_kv_heads(slices: Mapping[str, Box], info: ModelInfo, latent: Latent | None) -> int:
@@ -287,15 +330,6 @@ def _set(module: nn.Module, name: str, form: Callable[[Tensor], Any] | None, val
     setattr(module, name, values if is_buffer else nn.Parameter(values, requires_grad=False))
     if form:
         _convert(module, form)
-
-
-def _keep_blocks(module: Any, name: str, slices: list[StoredSlice]) -> None:
-    """Give a linear layer, or experts, a weight of blocks, which are read later."""
-    if isinstance(module, SlicedExperts):
-        setattr(module, name, StoredExperts(slices))
-        return
-    delattr(module, name)
-    setattr(module, name, StoredWeight(slices))
 
 
 def _is_converted(form: Callable[[Tensor], Any] | None) -> bool:
