@@ -13,7 +13,7 @@ from converters.source.weights import NativeWeights, open_native
 from converters.store.location import locate
 from converters.tokenizers.tokenizer import tokenizer_note
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.find import find_checkpoints
+from titan_tools.infer.find import FoundCheckpoint, find_checkpoints
 from titan_tools.infer.generation_config import note_on, read_generation_config
 from titan_tools.infer.identity import check_same_inputs
 from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
@@ -52,32 +52,39 @@ def run_request(request: Request) -> None:
 def _run_on_rank(request: Request, ranks: TPRanks) -> None:
     """The same steps on every rank: an error of one rank is raised on all of them."""
     checkpoints = find_checkpoints(request.checkpoint)
-    while True:
-        found = ranks.done_by_first(lambda: next(checkpoints))
-        with ranks.done_by_each(
-            open_native, found.place, select=request.select, model_from=request.model_from
-        ) as weights:
-            work = ranks.done_by_each(prepare_work, request, weights)
-            if ranks.is_first and (text := tokenizer_note(work.tokenizer_folder)):
-                note(text)
-            # A batch from a pipe can be read only once, so the step must be known to be whole before
-            is_once = found.is_step and request.batch is not None and is_read_once(request.batch)
-            if is_once and is_damaged(found, weights, ranks):
-                continue
-            task = ranks.done_by_each(_prepare_task, work)
-            if ranks.done_by_first(partial(_is_done, task)):  # only the first rank reads the results file
-                task.run(None, ranks)
-                return
-            _check_same_inputs(work, ranks)
-            ranks.done_by_each(_check_memory, work, weights, task, ranks)
-            if not is_once and is_damaged(found, weights, ranks):
-                continue
-            config = read_generation_config(work.tokenizer_folder, weights.info)
-            if ranks.is_first and (text := note_on(config, work.request)):
-                note(text)
-            model = ranks.done_by_each(load_weights, work, weights, ranks, rows=task.rows)
-        _run(task, work, model, ranks)
+    ready = None
+    while ready is None:
+        ready = _prepare(request, ranks.done_by_first(lambda: next(checkpoints)), ranks)
+    task, work, model = ready
+    if model is None:
+        task.run(None, ranks)
         return
+    rows = rows_that_fit(model, work.args, ranks, rows=task.rows, room=task.room)
+    with memory_for_sequences(work, model, rows=rows, room=task.room):
+        task.run(Engine(model, rows=rows, room=task.room, compile=work.request.compile), ranks)
+
+
+def _prepare(request: Request, found: FoundCheckpoint, ranks: TPRanks) -> tuple[Task, Work, SlicedModel | None] | None:
+    """The task and its model; None instead of the model if there is nothing to do, None if the step is damaged."""
+    with ranks.done_by_each(open_native, found.place, select=request.select, model_from=request.model_from) as weights:
+        work = ranks.done_by_each(prepare_work, request, weights)
+        if ranks.is_first and (text := tokenizer_note(work.tokenizer_folder)):
+            note(text)
+        # A batch from a pipe can be read only once, so the step must be known to be whole before
+        is_once = found.is_step and request.batch is not None and is_read_once(request.batch)
+        if is_once and is_damaged(found, weights, ranks):
+            return None
+        task = ranks.done_by_each(_prepare_task, work)
+        if ranks.done_by_first(partial(_is_done, task)):  # only the first rank reads the results file
+            return task, work, None
+        _check_same_inputs(work, ranks)
+        ranks.done_by_each(_check_memory, work, weights, task, ranks)
+        if not is_once and is_damaged(found, weights, ranks):
+            return None
+        config = read_generation_config(work.tokenizer_folder, weights.info)
+        if ranks.is_first and (text := note_on(config, work.request)):
+            note(text)
+        return task, work, ranks.done_by_each(load_weights, work, weights, ranks, rows=task.rows)
 
 
 def _needs_ranks(request: Request) -> bool:
@@ -148,12 +155,6 @@ def _prepare_task(work: Work) -> Task:
     if request.text is not None:
         return prepare_one(work)
     return prepare_chat(work)
-
-
-def _run(task: Task, work: Work, model: SlicedModel, ranks: TPRanks) -> None:
-    rows = rows_that_fit(model, work.args, ranks, rows=task.rows, room=task.room)
-    with memory_for_sequences(work, model, rows=rows, room=task.room):
-        task.run(Engine(model, rows=rows, room=task.room, compile=work.request.compile), ranks)
 
 
 def _start_ranks(request: Request, tp: int) -> None:
