@@ -156,18 +156,18 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
         + ("all layers" if number == len(blocks) else f"{number} of {len(blocks)} layers")
         for layer, number in sparse.items()
     ]
-    others = [
+    additions = [
         f"latent attention ({latent.kv_rank} + {latent.rotary_dim} values per token)"
         for latent in dict.fromkeys(block.latent for block in blocks)
         if latent is not None
     ]
     if mtp := num_mtp_layers(weights.tensors, get_family(info.family), naming, info.args):
-        others.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
+        additions.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
     if multimodal := get_family(info.family).multimodal:
         beside = sum(is_named(name, multimodal.extras) for name in weights.tensors)
-        others += [f"{beside:,} tensors beside the text model"] if beside else []
+        additions += [f"{beside:,} tensors beside the text model"] if beside else []
     windows = Counter(b.attention.window for b in blocks if isinstance(b.attention, GroupedQuery))
-    others += [
+    additions += [
         f"a window of {window:,} tokens in {number} of {len(blocks)} layers"
         for window, number in windows.items()
         if window is not None
@@ -179,7 +179,7 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
         "attention biases": info.args.attention_bias,
         "mlp biases": info.args.mlp_bias,
     }
-    return (*experts, *others, *(part for part, is_there in features.items() if is_there))
+    return (*experts, *additions, *(part for part, is_there in features.items() if is_there))
 
 
 def _naming_by_names(catalog: Catalog) -> str:

@@ -172,9 +172,9 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
         with tensors, _connections_not_counted(count):
             optimizer = build_optimizer(model.named_parameters(), config.optimizer)
             _one_step(model, optimizer, traced, meshes, count)
-        held = list(model.named_parameters().values())
-        parameters = [local_part(p) for p in held]
-        gradients = [local_part(p.grad) for p in held if p.grad is not None]
+        model_parameters = list(model.named_parameters().values())
+        parameters = [local_part(p) for p in model_parameters]
+        gradients = [local_part(p.grad) for p in model_parameters if p.grad is not None]
         states = [local_part(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         copies = {id(p) for p in model.tied_copies()}
         coordinates = dims.coordinates(rank)
@@ -185,7 +185,7 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
             stages={stage: split.modules[stage] for stage in split.stages_of(coordinates.pp)},
             num_stages=split.num_stages,
             model_parameters=job.num_parameters,
-            rank_parameters=sum(local_part(p).numel() for p in held if id(p) not in copies),
+            rank_parameters=sum(local_part(p).numel() for p in model_parameters if id(p) not in copies),
             parameter_bytes=_bytes(parameters),
             gradient_bytes=_bytes(gradients),
             optimizer_bytes=_bytes(states),

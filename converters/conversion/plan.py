@@ -67,8 +67,8 @@ def plan_conversion(
         quantization = plan_quantization(
             weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
         )
-        others = {name: cast for name, cast in casts.items() if name not in quantization.encoders}
-        casts = others | quantization.casts(view.tensors)  # encoders take the values that were read
+        plain_casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}
+        casts = plain_casts | quantization.casts(view.tensors)  # encoders take the values that were read
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     info = without_outer(weights.info, family) if unplaced else weights.info
     dst = locate(request.dst)
@@ -81,7 +81,7 @@ def plan_conversion(
             quantization=quantization.scheme,
             coded=frozenset(coded),
         )
-    kept = find_kept_float32(weights.source.tensors, request.dtype, keep=family.keep_float32)
+    kept_float32 = find_kept_float32(weights.source.tensors, request.dtype, keep=family.keep_float32)
     work = Plan(
         source=view,
         target=output.plan(contents, options),
@@ -100,7 +100,7 @@ def plan_conversion(
     return ConversionPlan(
         work=work,
         contents=contents,
-        kept_float32=tuple(fqn for fqn in kept if fqn in written),
+        kept_float32=tuple(fqn for fqn in kept_float32 if fqn in written),
         dropped={**weights.source.ledger.dropped, **dropped},
         made={fqn: reason for fqn, reason in weights.source.ledger.made.items() if fqn in written},
         quantization=quantization,
@@ -157,12 +157,12 @@ def _dropped(weights: NativeWeights, view: View, output: Format, options: Output
         raise ConfigError(f"--drop-expert-bias: {output.called} of this model drops none", hint="leave it out")
     source, lost = weights.source, []
     dropped: dict[str, str] = {}
-    held = {fqn: reason for fqn, reason in view.ledger.dropped.items() if source.ledger.used[fqn]}
-    found = {fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in held}
-    for fqn, reason in held.items():
+    reasons_by_fqn = {fqn: reason for fqn, reason in view.ledger.dropped.items() if source.ledger.used[fqn]}
+    digests = {fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in reasons_by_fqn}
+    for fqn, reason in reasons_by_fqn.items():
         whole = Box.whole(source.tensors[fqn].shape)
         values = source.read(fqn, whole)
-        found[fqn].update(whole, values)
+        digests[fqn].update(whole, values)
         if not np.any(values != 0):
             reason = f"zero; {reason}"
         elif options.drop_expert_bias:
@@ -170,9 +170,9 @@ def _dropped(weights: NativeWeights, view: View, output: Format, options: Output
         else:
             lost.append(fqn)
         dropped |= dict.fromkeys(source.ledger.used[fqn], reason)
-    check_digests(weights.catalog, {fqn: source.ledger.used[fqn] for fqn in held}, found)
+    check_digests(weights.catalog, {fqn: source.ledger.used[fqn] for fqn in reasons_by_fqn}, digests)
     if lost:
-        reasons = "; ".join(dict.fromkeys(held[fqn] for fqn in lost))
+        reasons = "; ".join(dict.fromkeys(reasons_by_fqn[fqn] for fqn in lost))
         raise CheckpointError(
             f"{output.called} has no place for these, and they are not zero:" + list_offenders(fold_texts(lost)),
             hint=f"{reasons}; keep them with --to dcp or --to torch, or drop them, which changes how tokens are routed",

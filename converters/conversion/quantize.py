@@ -158,11 +158,11 @@ def _mxfp4_encoders(
             f"mxfp4 has blocks of {scheme.block[1]} values of a row, which do not divide:"
             + list_offenders(fold_texts(odd))
         )
-    encoders, found = {}, list[str]()
+    encoders, scale_names = {}, list[str]()
     for name in chosen:
         (native,) = native_of[name]
-        held = known.source.expressions.get(native) if known is not None else None
-        scales = held.scales if isinstance(held, Mxfp4Blocks) else None
+        expression = known.source.expressions.get(native) if known is not None else None
+        scales = expression.scales if isinstance(expression, Mxfp4Blocks) else None
         encoders[name] = Mxfp4Encoder(
             scheme.scales_of(name),
             scheme,
@@ -170,8 +170,8 @@ def _mxfp4_encoders(
             known=partial(scales.read, known.reader) if known is not None and scales is not None else None,
             keeps_known=keep,
         )
-        found += scales.sources if scales is not None else ()
-    return encoders, tuple(found)
+        scale_names += scales.sources if scales is not None else ()
+    return encoders, tuple(scale_names)
 
 
 def _stays(

@@ -110,8 +110,8 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
             f"config.json describes a {of.called} with RoPE of type {rope_type(args.rope_scaling)}",
             hint="published models have the types default and yarn, which are covered",
         )
-    found = _numbers(config, defaults)
-    groups = (found["n_group"], found["topk_group"])
+    numbers = _numbers(config, defaults)
+    groups = (numbers["n_group"], numbers["topk_group"])
     if is_v2 and (config.get("topk_method") or _GREEDY) == _GREEDY:
         groups = (1, 1)  # not used
     elif None in groups:
@@ -122,19 +122,19 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     return replace(
         args,
         num_kv_heads=args.num_heads,
-        head_dim=found["qk_nope_head_dim"] + found["qk_rope_head_dim"],
-        q_rank=found["q_lora_rank"] or 0,
-        kv_rank=found["kv_lora_rank"],
-        rotary_dim=found["qk_rope_head_dim"],
-        value_dim=found["v_head_dim"],
-        num_dense_layers=found["first_k_dense_replace"],
-        num_experts=found["n_routed_experts"],
-        experts_per_token=found["num_experts_per_tok"],
-        expert_hidden=found["moe_intermediate_size"],
-        num_shared_experts=found["n_shared_experts"],
+        head_dim=numbers["qk_nope_head_dim"] + numbers["qk_rope_head_dim"],
+        q_rank=numbers["q_lora_rank"] or 0,
+        kv_rank=numbers["kv_lora_rank"],
+        rotary_dim=numbers["qk_rope_head_dim"],
+        value_dim=numbers["v_head_dim"],
+        num_dense_layers=numbers["first_k_dense_replace"],
+        num_experts=numbers["n_routed_experts"],
+        experts_per_token=numbers["num_experts_per_tok"],
+        expert_hidden=numbers["moe_intermediate_size"],
+        num_shared_experts=numbers["n_shared_experts"],
         score=SOFTMAX if is_v2 else SIGMOID,
-        normalize_weights=found["norm_topk_prob"],
-        route_scale=float(found["routed_scaling_factor"]),
+        normalize_weights=numbers["norm_topk_prob"],
+        route_scale=float(numbers["routed_scaling_factor"]),
         num_groups=groups[0],
         top_groups=groups[1],
     )

@@ -198,26 +198,29 @@ def from_release(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if unknown := [f"{key} = {config[key]!r:.60}" for key in config if key not in _RELEASE]:
         raise UnsupportedError("config.json has fields that OpenAI's class does not have:" + list_offenders(unknown))
-    given = {**_RELEASE, **config}
-    if wrong := [f"{key} = {value!r:.60}" for key, value in given.items() if not _is_like(value, _RELEASE[key])]:
+    release = {**_RELEASE, **config}
+    if wrong := [f"{key} = {value!r:.60}" for key, value in release.items() if not _is_like(value, _RELEASE[key])]:
         raise CheckpointError("config.json has values that OpenAI's class cannot compute with:" + list_offenders(wrong))
-    check_numbers(given, limits_of(GptOssArgs) | {"rope_scaling_factor": FACTOR}, what="config.json")
-    length, factor = given["initial_context_length"], given["rope_scaling_factor"]
+    check_numbers(release, limits_of(GptOssArgs) | {"rope_scaling_factor": FACTOR}, what="config.json")
+    length, factor = release["initial_context_length"], release["rope_scaling_factor"]
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
-        "beta_fast": given["rope_ntk_beta"],
-        "beta_slow": given["rope_ntk_alpha"],
+        "beta_fast": release["rope_ntk_beta"],
+        "beta_slow": release["rope_ntk_alpha"],
         "truncate": False,
         "original_max_position_embeddings": length,
     }
     return {
         "architectures": [_CONFIG.architecture],
         "model_type": _CONFIG.model_type,
-        **{key: given[key] for key in _SAME},
-        "num_local_experts": given["num_experts"],
-        "num_experts_per_tok": given["experts_per_token"],
-        "rope_parameters": {"rope_theta": given["rope_theta"], **(scaling if factor > 1 else {"rope_type": "default"})},
+        **{key: release[key] for key in _SAME},
+        "num_local_experts": release["num_experts"],
+        "num_experts_per_tok": release["experts_per_token"],
+        "rope_parameters": {
+            "rope_theta": release["rope_theta"],
+            **(scaling if factor > 1 else {"rope_type": "default"}),
+        },
         "rope_scaling": scaling if factor > 1 else None,
         "max_position_embeddings": int(length * factor),
         "quantization_config": {"quant_method": "mxfp4"},

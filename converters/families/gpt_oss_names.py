@@ -129,9 +129,9 @@ def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, Ten
         [name for layer in range(args.num_layers) if (name := of[native].replace("{n}", str(layer))) in tensors]
         for native in (_GATE_UP, _DOWN)
     )
-    found = gate_up or down
+    matrices = gate_up or down
     num_in, num_out = (args.dim, 2 * args.ffn_hidden) if gate_up else (args.ffn_hidden, args.dim)
-    floating = [name for name in found if DTYPES[tensors[name].dtype].is_floating]
+    floating = [name for name in matrices if DTYPES[tensors[name].dtype].is_floating]
     if not floating:
         return naming
     if num_in == num_out:

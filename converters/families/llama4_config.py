@@ -173,9 +173,9 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         return [f"no_rope_layer_interval = {interval!r}"]
     if kinds is None:
         return []
-    others = sorted({str(kind) for kind in kinds} - {_CHUNKED, _FULL})
-    if others:
-        return [f"layer_types: {', '.join(others)}"]
+    unknown_kinds = sorted({str(kind) for kind in kinds} - {_CHUNKED, _FULL})
+    if unknown_kinds:
+        return [f"layer_types: {', '.join(unknown_kinds)}"]
     rotates = _rotating(config, layers, interval=interval or _DEFAULTS["no_rope_layer_interval"])
     of_rotating = {kind for kind, rotating in zip(kinds, rotates, strict=True) if rotating}
     if any(kind == _CHUNKED and not rotating for kind, rotating in zip(kinds, rotates, strict=True)):

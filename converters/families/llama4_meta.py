@@ -76,11 +76,12 @@ def stored_tensors(args: ModelArgs) -> list[StoredTensor]:
         flat = {"w1": "moe_w_in_eD_F", "w2": "moe_w_out_eF_D", "w3": "moe_w_swiglu_eD_F"}
         stored.append(StoredTensor(f"{feed}norm.weight", {f"{layer}ffn_norm.weight": 1}))
         stored += [
-            StoredTensor(f"{feed}{its}.weight", {f"{feed}shared_expert.{w}.weight": 1}) for w, its in shared.items()
+            StoredTensor(f"{feed}{stored_name}.weight", {f"{feed}shared_expert.{w}.weight": 1})
+            for w, stored_name in shared.items()
         ]
         stored += [
-            StoredTensor(f"{feed}experts.{its}", {f"{feed}experts.{w}": 1}, stack=args.num_experts)
-            for w, its in flat.items()
+            StoredTensor(f"{feed}experts.{stored_name}", {f"{feed}experts.{w}": 1}, stack=args.num_experts)
+            for w, stored_name in flat.items()
         ]
     return stored
 
@@ -93,7 +94,7 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     experts = params.get("moe_args")
     needed = {"dim": params, "n_layers": params, "n_heads": params, "num_experts": experts}
     missing = [
-        key for key, held in needed.items() if not isinstance(held, Mapping) or not isinstance(held.get(key), int)
+        key for key, value in needed.items() if not isinstance(value, Mapping) or not isinstance(value.get(key), int)
     ]
     if missing:
         raise CheckpointError("params.json lacks numbers that define the model:" + list_offenders(missing))
@@ -102,8 +103,8 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     if isinstance(length, float) and length == int(length):
         params, length = {**params, "floor_scale": int(length)}, int(length)
     for part, what in ((params, "params.json"), (experts, "params.json, moe_args,")):
-        given = {k: v for k, v in part.items() if (k, v) != ("vocab_size", -1)}
-        check_numbers(given, limits_of(Llama4Args) | META_LIMITS | {"interleave_moe_layer_step": STEP}, what=what)
+        numbers = {k: v for k, v in part.items() if (k, v) != ("vocab_size", -1)}
+        check_numbers(numbers, limits_of(Llama4Args) | META_LIMITS | {"interleave_moe_layer_step": STEP}, what=what)
     dim, heads, layers = params["dim"], params["n_heads"], params["n_layers"]
     refused = [f"{key} = {params[key]!r:.60}" for key in ("quantization_args", "lora_args") if params.get(key)]
     if params.get("head_dim") not in (None, dim // heads):

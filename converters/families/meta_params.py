@@ -40,8 +40,8 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     if missing:
         raise CheckpointError("params.json lacks numbers that define the model:" + list_offenders(missing))
     # Llama 1 and 2 have vocab_size -1: that of the tokenizer
-    given = {k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}
-    check_numbers(given, limits_of(ModelArgs) | META_LIMITS, what="params.json")
+    numbers = {k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}
+    check_numbers(numbers, limits_of(ModelArgs) | META_LIMITS, what="params.json")
     dim, num_layers, num_heads = params["dim"], params["n_layers"], params["n_heads"]
     num_kv_heads = params.get("n_kv_heads") or num_heads
     released_3_2 = (dim, num_layers) in _LLAMA_3_2_SIZES

@@ -102,11 +102,11 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
     if model_type in _NOT_COVERED and not typed:
         raise UnsupportedError(f"config.json: model_type {model_type!r} is not covered", hint=_NOT_COVERED[model_type])
     agreeing = [f for f in named if model_type is None or f in typed or not f.hf_model_types]
-    others = [name for name in architectures if not any(name in f.hf_architectures for f in named)]
-    if agreeing and (model_type is not None or not others):
+    unnamed = [name for name in architectures if not any(name in f.hf_architectures for f in named)]
+    if agreeing and (model_type is not None or not unnamed):
         return agreeing
-    known = {name: f.hf_model_types for f in families for name in f.hf_architectures}
-    read = ", ".join(f"{name} ({types[0]})" if types else name for name, types in sorted(known.items()))
+    types_of = {name: f.hf_model_types for f in families for name in f.hf_architectures}
+    read = ", ".join(f"{name} ({types[0]})" if types else name for name, types in sorted(types_of.items()))
     says = f"architectures {config.get('architectures') or []}" + (
         f" and model_type {model_type!r}" if model_type is not None else ""
     )

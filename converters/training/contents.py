@@ -52,10 +52,12 @@ def collect(
     """Plan all sections of `reader`. Raises CheckpointError if the optimizer does not match the model."""
     names = spelling.names
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
-    has_weights = any(name in reader.tensors for made in spelling.weights.values() for name in made.sources)
+    has_weights = any(name in reader.tensors for node in spelling.weights.values() for name in node.sources)
     weights = spelling.weights if has_weights else {}
-    made = {fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)}
-    infos, parameters = {fqn: spelling.infos[fqn] for fqn in made}, {p.fqn for p in names.parameters}
+    expressions = {
+        fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)
+    }
+    infos, parameters = {fqn: spelling.infos[fqn] for fqn in expressions}, {p.fqn for p in names.parameters}
     numbers = {name: entry.value for name, entry in optimizer.entries.items() if isinstance(entry, Number)}
     source = WithNumbers(reader, numbers)
     moments: dict[str, list[str]] = {}
@@ -63,37 +65,39 @@ def collect(
     for name, entry in optimizer.entries.items():
         match entry:
             case MadeTensor(expression, info, parameter):
-                made[name], infos[name] = expression, info
+                expressions[name], infos[name] = expression, info
                 if parameter:
                     moments.setdefault(parameter, []).append(name)
-            case CopiedValue(held):
-                copied[name] = held
+            case CopiedValue(value):
+                copied[name] = value
             case NewValue(item):
                 items[name] = item
-    made |= {name: Source(name) for name in numbers}
+    expressions |= {name: Source(name) for name in numbers}
     infos |= {name: source.tensors[name] for name in numbers}
-    others = [n for n in reader.catalog.names if sections[n] not in (MODEL, OPTIMIZER)]
-    for name in others:
+    rest = [n for n in reader.catalog.names if sections[n] not in (MODEL, OPTIMIZER)]
+    for name in rest:
         if name in reader.catalog.values:
             copied[name] = name
         elif sections[name] == TRAIN_STATE and not names.are_native and is_number(reader.tensors[name]):
             items[name] = number_item(reader, name)  # the trainer's counters are plain numbers
         else:
-            made[name], infos[name] = Source(name), reader.tensors[name]
-    _refuse_left_behind(reader, names, [*optimizer.unknown, *others], sections)
-    view = View(source, infos, made, Ledger({name: expression.sources for name, expression in made.items()}))
+            expressions[name], infos[name] = Source(name), reader.tensors[name]
+    _refuse_left_behind(reader, names, [*optimizer.unknown, *rest], sections)
+    view = View(
+        source, infos, expressions, Ledger({name: expression.sources for name, expression in expressions.items()})
+    )
     read = cache(reader.read_blob)  # a group's settings go to each of its parameters
-    paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*made, *copied, *items)}
+    paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*expressions, *copied, *items)}
     return ReshardedContents(
         source=view,
         parameters=names.parameters,
         beside=[fqn for fqn in weights if fqn not in parameters],
         moments=moments,
-        blobs={name: read(held) for name, held in copied.items()} | items,
+        blobs={name: read(value) for name, value in copied.items()} | items,
         paths=paths,
         dropped={**{n: why for n, why in spelling.dropped.items() if n in reader.tensors}, **optimizer.dropped},
         missing=(*spelling.missing, *(f"{OPTIMIZER} state of {fqn}" for fqn in optimizer.without_state)),
-        unknown=[*optimizer.unknown, *(name for name in others if sections[name] not in SECTIONS)],
+        unknown=[*optimizer.unknown, *(name for name in rest if sections[name] not in SECTIONS)],
     )
 
 

@@ -203,11 +203,11 @@ def _plan_state(
     infos = {name: reader.tensors[name] for name in parts.values() if name in reader.tensors}
     if len(infos) < len(parts):
         return _plan_value(reader, [*parts.values()], f"{STATE}{owner}.{kind}", keep=names.are_native or kind != "step")
-    first, *others = parts.values()
+    first, *rest = parts.values()
     odd = {n: weight for weight, n in parts.items() if infos[n].shape != names.shapes[weight]}
     if not odd and (is_elementwise or isinstance(expression, Source)):
         dtype = infos[first].dtype
-        if wrong := [name for name in others if infos[name].dtype != dtype]:
+        if wrong := [name for name in rest if infos[name].dtype != dtype]:
             text = f"the others that it is stacked with {dtype}"
             raise _MisfitError(*(f"dtype       {name}  is {infos[name].dtype}, {text}" for name in wrong))
         return MadeTensor(expression.renamed(parts.__getitem__), TensorInfo(dtype, shape), parameter=owner)
@@ -224,7 +224,7 @@ def _plan_state(
             *(f"rows        {name}  {list(info.shape)}: its permutation is unknown" for name, info in infos.items())
         )
     differing = [
-        name for name in others if infos[name] != infos[first] or first_differing_block(reader, first, reader, name)
+        name for name in rest if infos[name] != infos[first] or first_differing_block(reader, first, reader, name)
     ]
     _require_equal(differing, first, owner)
     return MadeTensor(Source(first), infos[first])

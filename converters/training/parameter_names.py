@@ -57,15 +57,15 @@ def read_spelling(
         view, info = weights.source, weights.info
     used = view.ledger.used
     tied = _second_names(view)
-    held = [name for names in used.values() for name in names]
-    nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in held}
+    names_read = [name for names in used.values() for name in names]
+    nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in names_read}
     spelled: dict[str, str] = {}
     # The names of the weights; without the key of their dict; without the prefix `model.` of old versions of torchtitan
     prefixes: tuple[Callable[[str], str], ...]
     nest = f"{catalog.selected}." if catalog.selected else ""
     prefixes = (lambda name: "", lambda name: nest, lambda name: nests.get(name, ""), lambda name: "model.")
     for prefix_of in prefixes:
-        for name in (*held, *tied):
+        for name in (*names_read, *tied):
             for text in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
                 spelled.setdefault(text.removeprefix(prefix_of(name)), name)
     names = _names(info, view, spelled, is_native=not renamed and not catalog.prefixes)

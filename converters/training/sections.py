@@ -54,7 +54,7 @@ def with_titan_sections(catalog: Catalog, *, drop: Collection[str] = ()) -> Trai
         tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
         values={new[n]: value for n, value in catalog.values.items()},
         planner_data={new[n]: _moved_path(catalog.path_of(n), new[n]) for n in names},
-        stored={new[n]: own for n, own in catalog.stored.items() if n in new},
+        stored={new[n]: stored_name for n, stored_name in catalog.stored.items() if n in new},
         selected=catalog.selected and _moved(catalog.selected, places),
         other_models=tuple(_moved(place, places) for place in catalog.other_models),
     )

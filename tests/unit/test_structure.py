@@ -289,6 +289,17 @@ def test_docstrings_have_their_nouns_and_say_if():
     assert guilty == []
 
 
+def test_long_functions_name_their_variables_with_nouns():
+    pronouns = {"found", "made", "held", "kept", "given", "own", "its", "theirs", "one", "others"}
+    guilty = []
+    for file in (file for package in OURS for file in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 30:
+                names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in pronouns}
+                guilty += [f"{file.relative_to(ROOT)}: {node.name}: {name}" for name in names]
+    assert guilty == []
+
+
 def test_every_package_is_named_in_pyproject():
     named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {

@@ -131,26 +131,26 @@ def follow(config: GenerationConfig | None, request: Request, *, folder: Path, v
     if config is None:
         raise ConfigError(f"--generation-config: {folder} has no {HF_GENERATION_CONFIG}", hint="leave the option out")
     config.require_supported()
-    given, requested = request.explicit, request.sampling
+    explicit, requested = request.explicit, request.sampling
     temperature = requested.temperature
-    if "temperature" not in given:
+    if "temperature" not in explicit:
         temperature = float(_or(config.number("temperature"), 1.0)) if config.samples else 0.0
         if config.samples and temperature <= 0:
             raise CheckpointError(f"{config.path}: do_sample with temperature {temperature}; it must be above 0")
 
     def filter_value(name: str) -> Any:
         default, off = _SAMPLING[name]
-        own = _or(config.number(name), default) if temperature > 0 else None
-        return getattr(requested, name) if name in given else None if own in (None, off) else own
+        value = _or(config.number(name), default) if temperature > 0 else None
+        return getattr(requested, name) if name in explicit else None if value in (None, off) else value
 
     top_k = filter_value("top_k")
-    if top_k is not None and "top_k" not in given:
+    if top_k is not None and "top_k" not in explicit:
         top_k = min(int(top_k), vocab_size)
     penalty = requested.repetition_penalty
-    if "repetition_penalty" not in given:
+    if "repetition_penalty" not in explicit:
         penalty = float(_or(config.number("repetition_penalty"), 1.0))
     new, total = (config.length(name) for name in _LENGTHS)
-    if "max_new_tokens" in given:
+    if "max_new_tokens" in explicit:
         new, total = request.max_new_tokens, None
     sampling = replace(
         requested,

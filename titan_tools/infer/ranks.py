@@ -148,22 +148,22 @@ def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
         machines = _ranks_by_machine(control_group)
         set_timeout(_NO_TIMEOUT if len(machines) == 1 else COLLECTIVE_TIMEOUT)
         machine_group = _machine_group(machines, control_group)
-        others = _other_processes(machine_group) if on_gpu else {}  # gloo notices ended ranks itself
-        with exit_with_lost_ranks(others, rank=rank):
+        processes = _other_processes(machine_group) if on_gpu else {}  # gloo notices ended ranks itself
+        with exit_with_lost_ranks(processes, rank=rank):
             yield TPRanks(tp, rank, device, control_group, machine_group)
         dist.barrier(control_group)  # no rank ends before the others are done
         if on_gpu:
             gc.collect()  # NCCL's teardown waits for every CUDA graph that still exists
     except RuntimeError as error:
-        message, own = str(error), f"rank {os.environ['RANK']}"
+        message, this_rank = str(error), f"rank {os.environ['RANK']}"
         if any(sign in message for sign in PEER_ENDED):
             raise LostRank(
-                f"{own} has lost another rank, which ended or cannot be reached",
+                f"{this_rank} has lost another rank, which ended or cannot be reached",
                 hint=f"that rank reports the reason: {message.splitlines()[0]:.200}",
             ) from error
         if any(sign in message for sign in TIMED_OUT):
             raise LostRank(
-                f"{own} timed out while waiting for another rank",
+                f"{this_rank} timed out while waiting for another rank",
                 hint=f"it hangs, was stopped, or its machine is down: {message.splitlines()[0]:.200}",
             ) from error
         raise

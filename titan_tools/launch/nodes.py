@@ -46,10 +46,10 @@ class Nodes(DynamicRendezvousHandler):
         Raises LostRank at the timeout, or if the job has all its nodes already, and ConfigError if nodes were started
         with different options.
         """
-        own = self._this_node
+        this_node = self._this_node
         if self.store.check([_COMPLETE]):
             raise self._too_many()
-        self.store.set(_key(own), json.dumps([*_options(self.launch), self.hosts_store]))
+        self.store.set(_key(this_node), json.dumps([*_options(self.launch), self.hosts_store]))
         results: list[Any] = []
 
         def join() -> None:
@@ -67,7 +67,7 @@ class Nodes(DynamicRendezvousHandler):
                 state = self._state_holder.state
                 nodes = dict(state.participants)
                 self._require_same_options(nodes)
-                if state.complete and own not in nodes:
+                if state.complete and this_node not in nodes:
                     raise self._too_many()
                 if time.monotonic() > self.deadline:
                     raise self._lost(nodes, f"joined within {_rendezvous(self.launch).timeout_secs} s")
@@ -84,7 +84,7 @@ class Nodes(DynamicRendezvousHandler):
         self.is_complete = True
         self._stop_heartbeats()  # nothing asks the store any more, so its node may end before this one
         order = sorted(nodes, key=lambda node: (not hosts_store[node], nodes[node]))
-        return RendezvousInfo(info.store, order.index(own), info.world_size, info.bootstrap_store_info)
+        return RendezvousInfo(info.store, order.index(this_node), info.world_size, info.bootstrap_store_info)
 
     def num_nodes_waiting(self) -> int:
         """No node joins later."""

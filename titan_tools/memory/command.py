@@ -72,7 +72,7 @@ def estimate_from_command_line(
         from titan_tools.memory.verdict import EXIT_CODES
 
         try:
-            found = estimate(
+            result = estimate(
                 job,
                 gpu=gpu,
                 allocator=chosen or allocator_of_environment(),
@@ -83,14 +83,14 @@ def estimate_from_command_line(
             error.tries = (same_command(config, overrides, flags=flags, changed=error.nearest),)
             raise
     if timeline:
-        _write(timeline, lambda path: report.draw(found, path))
+        _write(timeline, lambda path: report.draw(result, path))
     if snapshot:
-        _write(snapshot, lambda path: write_snapshot(found.fullest, path))
+        _write(snapshot, lambda path: write_snapshot(result.fullest, path))
     if as_json:
-        print_json(report.as_json(found))
+        print_json(report.as_json(result))
     else:
-        report.show(found)
-    return EXIT_CODES[found.verdicts[0].verdict] if gpu else 0
+        report.show(result)
+    return EXIT_CODES[result.verdicts[0].verdict] if gpu else 0
 
 
 def find_gpu(text: str) -> Gpu:

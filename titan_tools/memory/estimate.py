@@ -111,15 +111,15 @@ def estimate(
     other = replay(fullest.trace, allocator="classic" if allocator == "expandable" else "expandable")
     judged_imbalance, judged_ranks, judged, uneven = min(imbalance, worst), ranks, fullest, []
     for factor in sorted({1.0, judged_imbalance, worst}) if worst > 1 else ():
-        found = (ranks, fullest)
+        estimated = (ranks, fullest)
         if factor > 1:
             # Only verdicts need what later steps reserve; the optimizer's states are there from the first one on
             num_steps = 2 if factor == judged_imbalance else 1
             uneven_kernels = replace(kernels, imbalance=factor)
-            found = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps, say=say)
-        uneven.append(UnevenEstimate(factor, max(found[0], key=_fullness), factor == judged_imbalance))
+            estimated = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps, say=say)
+        uneven.append(UnevenEstimate(factor, max(estimated[0], key=_fullness), factor == judged_imbalance))
         if factor == judged_imbalance:
-            judged_ranks, judged = found
+            judged_ranks, judged = estimated
     num_fullest = num_communicators(max(judged_ranks, key=_fullness).pp_rank)
     verdicts = [
         judge(

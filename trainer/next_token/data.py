@@ -68,11 +68,11 @@ def open_held_out(job: Job, meshes: Meshes, preparation: Preparation) -> HeldOut
         shares = [source.weight / total for source in sources]
         loss = sum(share * loss for share, loss in zip(shares, losses, strict=True))
         entropies = [source.source.unigram_entropy for source in sources]
-        known = [share * each for share, each in zip(shares, entropies, strict=True) if each is not None]
+        weighted = [share * entropy for share, entropy in zip(shares, entropies, strict=True) if entropy is not None]
         measured: dict[str, float | None] = {
             "validation_loss": loss,
             "validation_perplexity": math.exp(min(loss, 700.0)),
-            "validation_unigram_entropy": sum(known) if len(known) == len(sources) else None,
+            "validation_unigram_entropy": sum(weighted) if len(weighted) == len(sources) else None,
         }
         if len(sources) > 1:
             by_source = zip(sources, losses, strict=True)

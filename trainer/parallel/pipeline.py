@@ -133,8 +133,8 @@ class Pipeline:
             messages = []
             if this_rank in computed:
                 stage, number = computed[this_rank]
-                others = {name: parts[number] for name, parts in by_sample.items()}
-                result = self.parts[stage](received.pop(computed[this_rank]), **others, **inputs.shared)
+                columns = {name: parts[number] for name, parts in by_sample.items()}
+                result = self.parts[stage](received.pop(computed[this_rank]), **columns, **inputs.shared)
                 if stage == last:
                     total += result
             for rank, (stage, number) in computed.items():

@@ -120,9 +120,9 @@ def load_model(
     latent = blocks[0].latent
     num_kv_heads = _num_kv_heads(slices, info, latent)
     single = [p for p in parameters if p.expert_dim is None]
-    kept = source if isinstance(source, BlocksSource) and quantize == STORED else None
+    stored_blocks = source if isinstance(source, BlocksSource) and quantize == STORED else None
     group_of = _expert_groups(parameters)
-    if fused and not kept:  # layers' blocks need not end where layers do
+    if fused and not stored_blocks:  # layers' blocks need not end where layers do
         # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
         most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
         group_of |= _fuse(model, single, slices, most=most)
@@ -130,7 +130,7 @@ def load_model(
     # Packed fp32 weights are faster for several rows of activations, and an expert has one or few in a decode step
     stays_plain = len(single) < len(parameters) and dtype == torch.float32
     forms = _Forms(dtype, device, None if quantize == STORED else quantize, packed, may_pack=packed and not stays_plain)
-    reads = _Reads(model, forms, kept, is_first=rank == 0)
+    reads = _Reads(model, forms, stored_blocks, is_first=rank == 0)
     parameter_of = {p.fqn: p for p in parameters}
     # Decode steps take a head's rows of these
     read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.latent}

@@ -85,7 +85,7 @@ def read_batch(path: Path, parse: Callable[[BatchLine], T], *, keys: tuple[str, 
             tries.append(tuple(error.tries))
     if problems:
         # Only what would fix all of them: a number that fits one line does not fit the next
-        shared = [one for one in tries[0] if all(one in others for others in tries)] if tries else []
+        shared = [command for command in tries[0] if all(command in commands for commands in tries)] if tries else []
         raise DataError(f"{path}: {count(len(problems), 'invalid line')}:" + list_offenders(problems), tries=shared)
     if not parsed:
         raise DataError(f"{path} holds no line", tries=['{"id": 0, "prompt": "Once upon a time"}'])

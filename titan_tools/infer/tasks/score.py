@@ -106,13 +106,13 @@ def score_texts(
     by_token: list[TokenLogprobs] = []
     for pieces, logits_PV in likelihood.logits(texts):
         targets = [token for piece in pieces for token in piece.targets]
-        found: list[TokenLogprobs] = []
+        logprobs_of_tokens: list[TokenLogprobs] = []
         if num_top is None:
             targets_P = tensor(targets, device=logits_PV.device)
             logprobs = (-F.cross_entropy(logits_PV, targets_P, reduction="none")).tolist()
         else:
-            found = token_logprobs(logits_PV, targets, num_top)
-            logprobs = [one.logprob for one in found]
+            logprobs_of_tokens = token_logprobs(logits_PV, targets, num_top)
+            logprobs = [scored.logprob for scored in logprobs_of_tokens]
         start = 0
         for piece in pieces:
             text, num = piece.text, len(piece.targets)
@@ -123,7 +123,7 @@ def score_texts(
                     hint="the weights hold NaN or infinity, or overflow in this dtype",
                     tries=["--dtype float32"],
                 )
-            by_token += found[start : start + num]
+            by_token += logprobs_of_tokens[start : start + num]
             start += num
             advance(num)
             if total.num_tokens == len(text.tokens) - text.first:

@@ -216,7 +216,7 @@ def run_short_order(schedule: str, orders: Sequence[Order]) -> Iterator[None]:
     `orders`: what it runs in each batch, in turn. Microbatches that do not run get the last one's loss.
     """
     schedule_class = get_schedule_class(schedule)
-    own = schedule_class._step_microbatches
+    run_all = schedule_class._step_microbatches
     remaining = iter(orders)
 
     def step_microbatches(
@@ -249,7 +249,7 @@ def run_short_order(schedule: str, orders: Sequence[Order]) -> Iterator[None]:
         with ExitStack() as patches:
             for name, value in settings.items():
                 patches.enter_context(patch.object(self, name, value))
-            own(self, cut(arg_mbs), cut(kwarg_mbs), cut(target_mbs), losses, *rest, **more)
+            run_all(self, cut(arg_mbs), cut(kwarg_mbs), cut(target_mbs), losses, *rest, **more)
         if losses:
             losses += losses[-1:] * (true_count - count)
 

@@ -175,15 +175,15 @@ def play(
         if target in numbers:
             raise Aperiodic(f"{target} occurs twice")
         source, point = piece.key, target.point
-        own: list[int] = []
-        numbers[target] = own
+        new_numbers: list[int] = []
+        numbers[target] = new_numbers
         played.append((target, piece))
-        found: list[Any] = []  # numbers of this piece's own blocks by index, or of another's by name
+        numbers_by_slot: list[Any] = []  # numbers of this piece's own blocks by index, or of another's by name
         for reference in piece.references:
             key = translate(source, target, reference)
             if key != target and key not in outliving:
                 raise Aperiodic(f"{target} frees a block of {key}, which does not exist")
-            found.append(own if key == target else outliving[key])
+            numbers_by_slot.append(new_numbers if key == target else outliving[key])
         if not segments or segments[-1].point != point:
             segments.append(TraceSegment(point))
         events = segments[-1].events
@@ -197,11 +197,11 @@ def play(
                 new = len(blocks)
                 blocks.append(Block(resize(block), block.stream, block.part, point, owner))
                 is_live.append(True)
-                own.append(new)
+                new_numbers.append(new)
                 events.append(new)
             else:
-                like, theirs = next(freed), found[slot]
-                freeing = theirs[number] if theirs is own else theirs.get(number)
+                like, slot_numbers = next(freed), numbers_by_slot[slot]
+                freeing = slot_numbers[number] if slot_numbers is new_numbers else slot_numbers.get(number)
                 if freeing is None or not is_live[freeing]:
                     raise Aperiodic(
                         f"{target} frees block {number} of {piece.references[slot]}, which is not allocated"
@@ -211,7 +211,7 @@ def play(
                     raise Aperiodic(f"{target} frees a block of {block.num_bytes} bytes for one of {like.num_bytes}")
                 is_live[freeing] = False
                 events.append(~freeing)
-        outliving[target] = {name: own[index] for name, index in piece.outlive.items()}
+        outliving[target] = {name: new_numbers[index] for name, index in piece.outlive.items()}
     for target, piece in played:
         if {i for i, number in enumerate(numbers[target]) if is_live[number]} != piece.kept:
             raise Aperiodic(f"{target} keeps other blocks than {piece.key}")

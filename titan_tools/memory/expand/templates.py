@@ -45,7 +45,7 @@ def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
     ordered: set[tuple[int, int]] = set()
     buffers_kept: dict[SpanKey, frozenset[int]] = {}
     for key, segments in _named(trace, captured):
-        template, kept = Template(), set()
+        template, kept_blocks = Template(), set()
         alike: Counter[tuple[Any, ...]] = Counter()
         for segment in segments:
             module = segment.point.module
@@ -57,13 +57,13 @@ def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
                     homes[event] = key, SpanBlock(*look, alike[look])
                     alike[look] += 1
                     if event not in freed:
-                        kept.add(len(template.blocks))
+                        kept_blocks.add(len(template.blocks))
                     template.events.append((None, homes[event][1]))
                     template.blocks[homes[event][1]] = len(template.blocks), block.owner
                 else:
                     home, name = homes[~event]
                     template.events.append((_reference(key, home, history, name), name))
-        template.kept = frozenset(kept)
+        template.kept = frozenset(kept_blocks)
         if key.what.microbatch == NO_MICROBATCH:
             template = _combine_repeated_frees(template, captured, history)
         if isinstance(key.what, OtherSpan):
@@ -77,8 +77,8 @@ def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
             ordered.add(key[:2])
             templates.sequence.append(key)
         history.add(key)
-        known = templates.of_context.setdefault((*key[:2], context_of[key.step, key.what]), template)
-        if known != template:
+        first_template = templates.of_context.setdefault((*key[:2], context_of[key.step, key.what]), template)
+        if first_template != template:
             raise NotComposable(f"{key} differs from an earlier action in the same context")
     _share_with_earlier_steps(templates, captured)
     return templates

@@ -102,15 +102,15 @@ def _segments(replayed: Replayed, streams: dict[str, int], live: dict[int, Frame
             position += 1
         if at < end:
             blocks.append(_free_block(at, end))
-        held = [block for block in blocks if block["state"] == "active_allocated"]
+        allocated = [block for block in blocks if block["state"] == "active_allocated"]
         segments.append(
             {
                 "device": 0,
                 "address": begin,
                 "total_size": end - begin,
-                "allocated_size": sum(block["size"] for block in held),
-                "active_size": sum(block["size"] for block in held),
-                "requested_size": sum(block["requested_size"] for block in held),
+                "allocated_size": sum(block["size"] for block in allocated),
+                "active_size": sum(block["size"] for block in allocated),
+                "requested_size": sum(block["requested_size"] for block in allocated),
                 "stream": streams[call.stream],
                 "segment_type": "small" if call.is_small else "large",
                 "segment_pool_id": _POOL,
