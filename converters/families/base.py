@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from converters.common.errors import UnsupportedError
 from converters.families.args import ModelArgs
 from converters.families.blocks import Block, Ends, Experts, dense_block, plain_ends
 from converters.families.foreign import MetaFormat, Multimodal, Release, TrainedOtherwise
@@ -37,6 +38,14 @@ class Naming:
     repeats: tuple[Rule, ...] = ()  # further names of tensors, whole names: copies that need not be there
 
 
+def _no_args(config: Mapping[str, Any]) -> ModelArgs:
+    raise UnsupportedError("transformers has no such models")
+
+
+def _no_hf_config(args: ModelArgs) -> dict[str, Any]:
+    return {}
+
+
 def _any(args: ModelArgs) -> bool:
     return True
 
@@ -60,10 +69,12 @@ class Family:
     name: str
     flavors: Mapping[str, ModelArgs]
     parameters: Callable[[ModelArgs], list[Parameter]]  # in model order; a tied output is not listed
-    namings: Mapping[str, Naming]
-    args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs]
-    hf_config: Callable[[ModelArgs], dict[str, Any]]  # without token ids and dtype, which the caller knows
-    hf_architectures: tuple[str, ...]  # config.json's `architectures` that this family reads
+    namings: Mapping[str, Naming] = field(default_factory=dict)  # foreign ones
+    args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs] = _no_args
+    hf_config: Callable[[ModelArgs], dict[str, Any]] = (
+        _no_hf_config  # without token ids and dtype, which the caller knows
+    )
+    hf_architectures: tuple[str, ...] = ()  # config.json's `architectures` that this family reads
     meta: MetaFormat | None = None  # None: Meta's format has no such models
     args_type: type[ModelArgs] = ModelArgs  # a subclass if the family has its own numbers, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them

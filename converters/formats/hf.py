@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.common.errors import ConfigError
+from converters.common.errors import ConfigError, UnsupportedError
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ FUSED = "hf_fused"  # the naming with one tensor for all experts of a layer
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
+    if "hf" not in family.namings:
+        raise UnsupportedError(f"Hugging Face's format has no {family.name} models")
     if options.quantize:
         return _quantized_naming(family, options)
     if options.fused_experts and FUSED not in family.namings:

@@ -177,6 +177,8 @@ def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
     """Raise CheckpointError if the numbers need parameters that the family does not have."""
+    if not family.namings:
+        return
     naming = family.naming_for(next(iter(family.namings.values())), args)
     named = {rule.native for rule in naming.rules}
     asked = [p.fqn for p in family.parameters(replace(args, num_layers=1))]

@@ -18,9 +18,13 @@ _OF_BASE = "model."  # the attribute of transformers' causal models that is the 
 
 
 def native_naming(family: Family) -> Naming:
-    """The identity naming."""
-    some = next(iter(family.namings.values()))
-    return Naming("native", tuple(Rule(rule.native, rule.native) for rule in some.rules))
+    """The identity naming: of the native names of any naming, or of the parameters of a family without one."""
+    if family.namings:
+        names = [rule.native for rule in next(iter(family.namings.values())).rules]
+    else:
+        listed = (p.fqn for args in family.flavors.values() for p in family.parameters(args))
+        names = [*dict.fromkeys(re.sub(r"\.\d+\.", ".{n}.", fqn, count=1) for fqn in listed)]
+    return Naming("native", tuple(Rule(name, name) for name in names))
 
 
 def readable_namings(family: Family) -> list[Naming]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from converters.api import Family, ModelArgs, Naming, Parameter, Role, Rule, UnsupportedError
+from converters.api import Family, ModelArgs, Parameter, Role
 
 CHANNELS, PATCH, CLASSES = 3, 4, 5  # values of a patch are CHANNELS · PATCH
 
@@ -33,26 +33,5 @@ def parameters(args):
     return [*found, Parameter("norm.weight", (dim,), Role.NORM), *linear("head", CHANNELS * PATCH, dim)]
 
 
-def args_from_config(config):
-    raise UnsupportedError("transformers has no such models")
-
-
-def to_config(args):
-    return {"model_type": "towers", "hidden_size": args.dim}
-
-
 ARGS = TowersArgs(32, 3, 4, 4, 8, 64, vocab_size=1)
-NAMES = dict.fromkeys(
-    p.fqn.replace(f".{p.fqn.split('.')[1]}.", ".{n}.") if p.fqn.split(".")[1].isdecimal() else p.fqn
-    for p in parameters(ARGS)
-)
-TOWERS = Family(
-    name="towers",
-    flavors={"tiny": ARGS},
-    parameters=parameters,
-    namings={"hf": Naming("hf", tuple(Rule(name, f"model.{name}") for name in NAMES))},
-    args_from_hf_config=args_from_config,
-    hf_config=to_config,
-    hf_architectures=(),
-    args_type=TowersArgs,
-)
+TOWERS = Family(name="towers", flavors={"tiny": ARGS}, parameters=parameters, args_type=TowersArgs)
