@@ -50,7 +50,7 @@ def verify(
     """
     path = locate(place)
     require_exists(path)
-    changed = changed_folder(path.path) if accept else None
+    changed = changed_folder(path) if accept else None
     if changed and changed.manifest.selected:
         select = select or ROOT
     try:

@@ -126,7 +126,6 @@ def place(store, tmp_path, monkeypatch):
     from tests import pretend_store
 
     monkeypatch.setenv(pretend_store.ROOT, str(tmp_path / "pretend"))
-    pretend_store.register()
     return Location(f"{pretend_store.SCHEME}://bucket/runs")
 
 

@@ -2,21 +2,27 @@
 
 There is no rename, no link, no directory, no time and no writing at an offset. What the product sees of it is
 `pretend://BUCKET/KEY`, and processes share it. An object is a file with 32 hex digits, its identity, before its bytes.
+
+A list may lag (LAG), so nothing is decided from one alone: the files of a whole checkpoint are those of its manifest,
+and an index beside the checkpoints of a folder, which is read by its key, has all that were committed or begun.
 """
 
+import fcntl
+import json
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
 from converters.common.errors import CheckpointError
-from converters.common.names import MANIFEST
+from converters.common.names import DCP_METADATA, MANIFEST
 from converters.store.base import Store, register_store
 from converters.store.commit import CHECKPOINT_MARKS
 from converters.store.journal import Journal
@@ -28,24 +34,45 @@ from converters.store.paths import NotAFile
 
 SCHEME = "pretend"
 ROOT = "TITAN_PRETEND_STORE"  # the environment variable that names the folder
+LAG = "TITAN_PRETEND_LAG"  # lists of a key's folder before one of them shows that it was created or deleted
+FOREVER = 1 << 30  # as a lag: no list ever shows what has changed
 UNFINISHED = ".unfinished"
+INDEX = ".index"
 _IDENTITY_BYTES = 32
 
 
 class Objects:
     """The objects of the store, by key."""
 
-    not_listed: ClassVar[set[str]] = set()  # by a list that lags
-
     def __init__(self) -> None:
-        self._root = Path(os.environ[ROOT]) / "objects"
-        self._parts = Path(os.environ[ROOT]) / "parts"
-        for folder in (self._root, self._parts):
+        root = Path(os.environ[ROOT])
+        self._root, self._parts, self._created, self._deleted = (
+            root / name for name in ("objects", "parts", "created", "deleted")
+        )
+        for folder in (self._root, self._parts, self._created, self._deleted):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def keys(self, prefix: str) -> list[str]:
-        keys = map(unquote, os.listdir(self._root))
-        return sorted(key for key in keys if key.startswith(prefix) and key not in self.not_listed)
+    def listed(self, prefix: str) -> set[str]:
+        """The keys that a list shows. It may not show new ones yet, and show deleted ones still."""
+        keys = self._below(self._root, prefix)
+        created, deleted = (self._count_list(folder, prefix) for folder in (self._created, self._deleted))
+        return (keys - created) | deleted
+
+    def _below(self, folder: Path, prefix: str) -> set[str]:
+        return {key for key in map(unquote, os.listdir(folder)) if key.startswith(prefix)}
+
+    def _count_list(self, folder: Path, prefix: str) -> set[str]:
+        """The keys of changes that are not shown yet, each with one list less to go."""
+        keys = self._below(folder, prefix)
+        for key in keys:
+            with suppress(OSError, ValueError):  # by another process
+                left = int((folder / quote(key, safe="")).read_text()) - 1
+                self._hide(folder, key, left)
+        return keys
+
+    def _hide(self, folder: Path, key: str, num_lists: int) -> None:
+        path = folder / quote(key, safe="")
+        path.write_text(str(num_lists)) if num_lists > 0 else path.unlink(missing_ok=True)
 
     def size(self, key: str) -> int | None:
         with suppress(FileNotFoundError):
@@ -62,16 +89,46 @@ class Objects:
             file.seek(_IDENTITY_BYTES + start)
             return file.read(length)
 
+    def read_json(self, key: str) -> dict[str, Any]:
+        size = self.size(key)
+        return json.loads(self.read(key, 0, size)) if size else {}
+
     def upload(self) -> "Upload":
         return Upload(self._parts / uuid4().hex)
 
     def put(self, key: str, upload: "Upload") -> None:
         """Complete an upload: the object appears, or is replaced, with all of its bytes."""
         upload.file.close()
+        if self.size(key) is None:
+            self._hide(self._created, key, int(os.environ.get(LAG, "0")))
+            self._hide(self._deleted, key, 0)
         os.replace(upload.path, self._file(key))
 
+    def put_bytes(self, key: str, data: bytes) -> None:
+        upload = self.upload()
+        upload.write(data)
+        self.put(key, upload)
+
     def delete(self, key: str) -> None:
-        self._file(key).unlink(missing_ok=True)
+        if self.size(key) is not None:
+            self._hide(self._deleted, key, int(os.environ.get(LAG, "0")))
+            self._hide(self._created, key, 0)
+            self._file(key).unlink()
+
+    def index(self, folder: str) -> dict[str, list[str] | None]:
+        """The checkpoints below a key: None, or the files that were begun of one that is not committed."""
+        return self.read_json(f"{folder}/{INDEX}")
+
+    def put_in_index(self, checkpoint: str, *files: str, is_whole: bool = False, is_gone: bool = False) -> None:
+        """Change the index as a conditional put does, which is tried again when another process was first."""
+        folder, _, name = checkpoint.rpartition("/")
+        with (self._parts.parent / "index.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            index = self.index(folder)
+            index[name] = None if is_whole else [*(index.get(name) or ()), *files]
+            if is_gone:
+                del index[name]
+            self.put_bytes(f"{folder}/{INDEX}", json.dumps(index).encode())
 
     def _file(self, key: str) -> Path:
         return self._root / quote(key, safe="")
@@ -108,10 +165,16 @@ class PretendStore:
     def names(self, folder: str = "") -> list[str]:
         start = f"{folder.rstrip('/')}/" if folder else ""
         below = [name.removeprefix(start) for name in self.walk() if name.startswith(start)]
-        return sorted({f"{head}/" if rest else head for head, rest in map(_first_part, below)})
+        below += [f"{name}/" for name in self._objects.index(f"{self._prefix}{start}"[:-1])]
+        return sorted({head + slash for head, slash, _ in (name.partition("/") for name in below)})
 
     def walk(self) -> list[str]:
-        return [key.removeprefix(self._prefix) for key in self._objects.keys(self._prefix)]
+        names = {key.removeprefix(self._prefix) for key in self._objects.listed(self._prefix)}
+        names |= {MANIFEST, *self._objects.read_json(self._prefix + MANIFEST).get("files", ())}
+        return sorted(name for name in names if not name.endswith((UNFINISHED, INDEX)) and self._is_there(name))
+
+    def _is_there(self, name: str) -> bool:
+        return self._objects.size(self._prefix + name) is not None
 
     def size(self, name: str) -> int:
         size = self._objects.size(self._prefix + name)
@@ -143,18 +206,13 @@ class PretendStore:
         pass
 
 
-def _first_part(name: str) -> tuple[str, str]:
-    head, _, rest = name.partition("/")
-    return head, rest
-
-
 def open_pretend(location: Location) -> tuple[Store, str]:
-    objects, key = Objects(), key_of(location)
-    if objects.size(key) is not None:
+    if Objects().size(key_of(location)) is not None:
         return PretendStore(location.parent), location.name
-    if not objects.keys(f"{key}/"):
+    store = PretendStore(location)
+    if not store.names():
         raise CheckpointError(f"{location}: no such object")
-    return PretendStore(location), ""
+    return store, ""
 
 
 class UnfinishedStore(PretendStore):
@@ -163,9 +221,6 @@ class UnfinishedStore(PretendStore):
     def __init__(self, location: Location, marker: str):
         super().__init__(location)
         self._marker = marker
-
-    def walk(self) -> list[str]:
-        return [name.removesuffix(UNFINISHED) for name in super().walk()]
 
     def size(self, name: str) -> int:
         return super().size(self._held(name))
@@ -199,6 +254,8 @@ class PretendOutput:
         return UnfinishedStore(self._location, self._marker)
 
     def _key(self, name: str) -> str:
+        if self._is_shared and name == self._marker:
+            name += UNFINISHED
         return key_of(self._location) if self._is_file else f"{key_of(self._location)}/{name}"
 
     @contextmanager
@@ -210,41 +267,44 @@ class PretendOutput:
             upload.abort()
             raise
         self._names.add(name)
-        if name == self._marker and self._is_shared:
-            self._objects.put(self._key(name + UNFINISHED), upload)
-        elif name == self._marker:
+        if name == self._marker and not self._is_shared:
             self._held[name] = upload
         elif self._is_file:
             upload.abort()
         else:
+            if self._is_shared:
+                self._objects.put_in_index(key_of(self._location), name)
             self._objects.put(self._key(name), upload)
 
     def identity(self, name: str) -> tuple[str | int, ...] | None:
-        identity = None if name == self._marker else self._objects.identity(self._key(name))
+        identity = self._held[name].path.name if name in self._held else self._objects.identity(self._key(name))
         return None if identity is None else (identity,)
 
-    def add_small_files(self) -> None:
-        for path in sorted(path for path in self.folder.rglob("*") if path.is_file()):
-            self.replace(path.relative_to(self.folder).as_posix(), path.read_bytes())
-
-    def names(self) -> list[str]:
-        below = () if self._is_file else self._objects.keys(self._key(""))
-        names = self._names | {key.removeprefix(self._key("")) for key in below}
-        return sorted(name for name in names if not name.endswith(UNFINISHED))
+    def add_small_files(self) -> list[str]:
+        if self._folder is None:
+            return []
+        paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
+        for name, path in sorted(paths.items()):
+            self.replace(name, path.read_bytes())
+        return [*paths]
 
     def replace(self, name: str, data: bytes) -> None:
         with self.create(name) as file:
             file.write(data)
 
     def commit(self, *, overwrite: bool) -> None:
-        for name, upload in self._held.items():
+        key = key_of(self._location)
+        while self._held:
+            name, upload = self._held.popitem()
             self._objects.put(self._key(name), upload)
         if self._is_shared:
-            unfinished, upload = self._key(self._marker + UNFINISHED), self._objects.upload()
-            upload.write(self._objects.read(unfinished, 0, self._objects.size(unfinished)))
-            self._objects.put(self._key(self._marker), upload)
+            unfinished = self._key(self._marker)
+            data = self._objects.read(unfinished, 0, self._objects.size(unfinished))
+            self._objects.put_bytes(f"{key}/{self._marker}", data)
             self._objects.delete(unfinished)
-        shutil.rmtree(self.folder)
+        if not self._is_file:
+            self._objects.put_in_index(key, is_whole=True)
+        self.abort()
 
     def abort(self) -> None:
         """Forget what is no object yet."""
@@ -255,10 +315,10 @@ class PretendOutput:
 
     def discard(self) -> None:
         self.abort()
-        if self._is_shared:
-            remove(self._location)
         for name in self._names:
             self._objects.delete(self._key(name))
+        if self._is_shared:
+            remove(self._location)
 
 
 class PretendOutputs:
@@ -267,9 +327,8 @@ class PretendOutputs:
     only_appends = True
 
     def check(self, location: Location, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
-        objects, key = Objects(), key_of(location)
-        names = [each.removeprefix(f"{key}/") for each in objects.keys(f"{key}/")]
-        if objects.size(key) is not None and not overwrite:
+        names = PretendStore(location).walk()
+        if Objects().size(key_of(location)) is not None and not overwrite:
             raise CheckpointError(f"{location}: exists already", hint="nothing was written", tries=["--overwrite"])
         if not names or (_journal_of(location).exists() and MANIFEST not in names):  # left by a killed attempt
             return
@@ -281,7 +340,7 @@ class PretendOutputs:
         if not overwrite:
             raise CheckpointError(f"{location}: exists already", hint="nothing was written", tries=["--overwrite"])
 
-    def require_space(self, location: Location, num_bytes: int) -> int:
+    def free_bytes(self, location: Location) -> int:
         return 1 << 60
 
     def bytes_left_behind(self, location: Location) -> int:
@@ -315,50 +374,59 @@ class PretendOutputs:
         finally:
             journal.close()
 
-    def prepare(self, location: Location, identifier: str) -> None:
+    def prepare(self, location: Location) -> str:
         remove(location)
+        return ""
 
     def shared(self, location: Location, identifier: str, *, marker: str) -> PretendOutput:
         return PretendOutput(location, marker, is_shared=True)
 
+    def existing(self, location: Location) -> PretendOutput:
+        return PretendOutput(location, "")
+
     @contextmanager
     def lock(self, folder: Location, name: str, *, owner: str, patience_secs: float) -> Iterator[None]:
+        key, deadline, objects = key_of(folder / name), time.monotonic() + patience_secs, Objects()
+        while True:
+            with suppress(CheckpointError):
+                journal = Journal(_journal_of(folder / name))
+                break
+            if time.monotonic() > deadline:
+                raise Locked(objects.read(key, 0, objects.size(key) or 0).decode())
+            time.sleep(0.1)
         try:
-            journal = Journal(_journal_of(folder / name))
-        except CheckpointError as error:
-            raise Locked(owner) from error
-        try:
+            objects.put_bytes(key, owner.encode())
             yield
         finally:
             journal.close()
 
     def names(self, folder: Location) -> list[str]:
+        if Objects().size(key_of(folder)) is not None:
+            raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
         return PretendStore(folder).names()
-
-    def is_present(self, location: Location) -> bool:
-        return bool(Objects().keys(key_of(location)))
-
-    def is_no_folder(self, location: Location) -> bool:
-        return Objects().size(key_of(location)) is not None
-
-    def free_bytes(self, location: Location) -> int:
-        return 1 << 60
 
     def remove(self, location: Location) -> None:
         remove(location)
 
     def sweep(self, folder: Location) -> None:
-        for name in self.names(folder):
-            if name.endswith("/") and MANIFEST not in self.names(folder / name[:-1]):
-                remove(folder / name[:-1])
+        for name, files in Objects().index(key_of(folder)).items():
+            if files is None:
+                continue
+            if all(Objects().size(key_of(folder / name / last)) is not None for last in (MANIFEST, DCP_METADATA)):
+                Objects().put_in_index(key_of(folder / name), is_whole=True)
+            else:
+                remove(folder / name)
 
 
 def remove(location: Location) -> None:
-    """Delete the objects of a checkpoint, so that it is none at once."""
-    objects, prefix = Objects(), f"{key_of(location)}/"
-    keys = objects.keys(prefix)
-    for key in sorted(keys, key=lambda key: key != prefix + MANIFEST):
-        objects.delete(key)
+    """Delete the objects of a checkpoint, the manifest last: until then it is one of which files are missing."""
+    objects, key = Objects(), key_of(location)
+    index = objects.index(key_of(location.parent))
+    names = {*PretendStore(location).walk(), *(index.get(location.name) or ()), DCP_METADATA + UNFINISHED}
+    for name in sorted(names, key=lambda name: (name == MANIFEST, name)):
+        objects.delete(f"{key}/{name}")
+    if location.name in index:
+        objects.put_in_index(key, is_gone=True)
 
 
 def _journal_of(location: Location) -> Path:
@@ -367,6 +435,5 @@ def _journal_of(location: Location) -> Path:
     return folder / quote(key_of(location), safe="")
 
 
-def register() -> None:
-    register_store(SCHEME, open_pretend)
-    register_outputs(SCHEME, PretendOutputs())
+register_store(SCHEME, open_pretend)  # at import, as a module of `--import` does
+register_outputs(SCHEME, PretendOutputs())

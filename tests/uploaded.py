@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from converters.store.location import Location
-from tests.pretend_store import ROOT, SCHEME, Objects, register
+from tests.pretend_store import ROOT, SCHEME, Objects
 
 STORES = ("folder", SCHEME)
 _numbers = count()
@@ -43,7 +43,6 @@ def read_from(
     if reason := others.get(request.node.originalname):
         pytest.skip(reason)
     monkeypatch.setenv(ROOT, str(request.getfixturevalue("tmp_path_factory").mktemp("pretend")))
-    register()
     for name in functions:
         monkeypatch.setattr(request.module, name, partial(_call_with_uploads, getattr(request.module, name)))
 

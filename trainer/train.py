@@ -14,7 +14,7 @@ from converters.store.location import Location
 from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.export import Exports
-from trainer.checkpoints.problems import initial_path, is_saving
+from trainer.checkpoints.problems import checkpoint_folder, initial_path, is_saving
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import Progress, RunState
 from trainer.checkpoints.shared_folder import require_shared
@@ -100,7 +100,7 @@ def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
     recorder = FlightRecorder.of(config.comm, dump_folder)
     with collective_failures(recorder, progress), ExitStack() as stack:  # rank 0 holds the lock for all
         if is_saving(settings):
-            folder = dump_folder / settings.folder
+            folder = checkpoint_folder(config)
             on_first(ranks.agreement, lambda: stack.enter_context(only_run(folder)))
             require_shared(folder, ranks.agreement)
         stack.enter_context(attention_backends(ranks.device))
@@ -112,7 +112,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     # Resume: what the run keeps of its checkpoint
     settings, dump_folder = job.config.checkpoint, Path(job.config.job.dump_folder)
     config_job, info, initial = job, chosen_model(job), initial_path(settings, job.config.model)
-    checkpoints = stack.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
+    checkpoints = stack.enter_context(Checkpoints(checkpoint_folder(job.config), settings, info, group=ranks.agreement))
     seq_len = job.config.training.seq_len
     if recorded := checkpoints.recorded(checkpoints.candidates(initial), seq_len=seq_len):
         job = resumed_job(config_job, recorded)
@@ -227,10 +227,10 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
 
 def load(
     settings: Checkpoint, initial: Location | None, seed: int, state: RunState, checkpoints: Checkpoints
-) -> Path | None:
+) -> Location | None:
     """Load the run's newest complete step; else the initial checkpoint; else draw initial weights from the seed.
 
-    Returns the path of the checkpoint that was loaded; None if it has none.
+    Returns the checkpoint that was loaded; None if there is none.
     """
     resumed = checkpoints.resume(state) if settings.enable else None
     if resumed:
@@ -241,7 +241,7 @@ def load(
     else:
         state.model.initialize(seed)
         note(f"started from initial weights, seed {seed}: there is no checkpoint to load")
-    return resumed or (initial.path if initial and not initial.scheme else None)
+    return resumed or initial
 
 
 def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:

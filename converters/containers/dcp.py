@@ -16,16 +16,23 @@ def read_catalog(store: Store) -> Catalog:
     """The catalog of a DCP folder. Raises CheckpointError, listing every file that is missing or too short."""
     names = store.names()
     if DCP_METADATA in names:
-        entries = _read_metadata(store, DCP_METADATA)
-        _check_extents(store, [entries])
-    else:
-        check_ranks(store, names)
-        ranks = [_read_metadata(store, name) for name in rank_metadata_files(names)]
-        _check_extents(store, ranks)
-        entries = join_ranks(store, ranks)
-    return Catalog(
-        store, "dcp", entries.tensors, {n: Value(item=item) for n, item in entries.items.items()}, entries.planner_data
-    )
+        return read_complete(store)
+    check_ranks(store, names)
+    ranks = [_read_metadata(store, name) for name in rank_metadata_files(names)]
+    _check_extents(store, ranks)
+    return _catalog(store, join_ranks(store, ranks))
+
+
+def read_complete(store: Store) -> Catalog:
+    """The catalog of a DCP folder with `.metadata`, which is read by its name: a list may not have it yet."""
+    entries = _read_metadata(store, DCP_METADATA)
+    _check_extents(store, [entries])
+    return _catalog(store, entries)
+
+
+def _catalog(store: Store, entries: DcpEntries) -> Catalog:
+    values = {name: Value(item=item) for name, item in entries.items.items()}
+    return Catalog(store, "dcp", entries.tensors, values, entries.planner_data)
 
 
 def _read_metadata(store: Store, name: str) -> DcpEntries:

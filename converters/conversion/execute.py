@@ -83,7 +83,6 @@ def _write(output: Output, plan: Plan, run: Run, journal: Journal | None) -> tup
         raise _non_finite_error(copied.non_finite)
     files = copied.files | {name: write_file(output, name, data) for name, data in target.other_files.items()}
     other_files = plan.write_small_files(output.folder)
-    output.add_small_files()
     tensors = {
         name: TensorSum(info.dtype, info.shape, copied.digests.get(name, "")) for name, info in target.tensors.items()
     }

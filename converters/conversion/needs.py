@@ -11,7 +11,7 @@ from converters.conversion.records import Needs, Plan
 from converters.engine.units import UNIT_BYTES
 from converters.store.local_files import is_file, size
 from converters.store.location import Place, locate
-from converters.store.outputs import outputs_at
+from converters.store.outputs import outputs_at, require_space
 from converters.views.expressions import TRANSPOSED_ROWS
 from converters.views.view import View
 
@@ -55,7 +55,7 @@ def estimate_needs(dst: Place, plan: Plan, *, workers: int) -> Needs:
     disk_bytes = needed_bytes(plan.target, plan.carried)
     outputs, location = outputs_at(locate(dst)), locate(dst)
     # The output is made in the parent of `dst`. Raises if nothing can be written there.
-    free_bytes = outputs.require_space(location.absolute().parent, 0)
+    free_bytes = outputs.free_bytes(location.absolute().parent)
     worker_bytes = TRANSPOSING_WORKER_BYTES if transposes else WORKER_BYTES
     if outputs.only_appends:
         worker_bytes += 2 * UNIT_BYTES  # values that wait for those before them
@@ -85,9 +85,8 @@ def _transposes(source: TensorSource) -> bool:
 def require_room(dst: Place, plan: Plan) -> None:
     """Raise CheckpointError if the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
     location = locate(dst)
-    outputs = outputs_at(location)
-    num_bytes = needed_bytes(plan.target, plan.carried) - outputs.bytes_left_behind(location)
-    outputs.require_space(location, max(0, num_bytes))
+    num_bytes = needed_bytes(plan.target, plan.carried) - outputs_at(location).bytes_left_behind(location)
+    require_space(location, max(0, num_bytes))
 
 
 def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:

@@ -1,9 +1,8 @@
-"""`titan verify --accept` after the checks: compare with the old manifest, and replace it by one rename."""
+"""`titan verify --accept` after the checks: compare with the old manifest, and replace it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import (
@@ -18,10 +17,10 @@ from converters.common.names import (
 )
 from converters.integrity.checks import changed_tensors, judge
 from converters.integrity.verify_report import Changes, Check
-from converters.store.commit import find_complete, fsync_folder
-from converters.store.folder_output import FolderOutput
+from converters.store.base import Store, open_store
 from converters.store.json_file import read_json
-from converters.store.local_files import is_file, stamp
+from converters.store.local_files import is_file
+from converters.store.location import Location
 from converters.store.manifest import (
     Manifest,
     OtherVersion,
@@ -30,11 +29,11 @@ from converters.store.manifest import (
     files_to_keep,
     in_threads,
     read_manifest,
-    sum_file,
+    sum_range,
 )
 from converters.store.output import write_manifest
-from converters.store.paths import refuse_links_out
-from converters.store.replace_file import fsync
+from converters.store.outputs import outputs_at
+from converters.store.paths import NotAFile, refuse_links_out
 from converters.views.catalog import Catalog
 
 _READ_AS_JSON = {
@@ -46,39 +45,42 @@ _READ_AS_JSON = {
 class ChangedFolder:
     """A folder that was changed after titan wrote it, as it is before the checks."""
 
-    path: Path
-    states: Mapping[str, tuple[int, int, int]]  # every file that a manifest lists → size, time and inode
+    store: Store
+    sizes: Mapping[str, int]  # of every file that a manifest lists
+    identities: Mapping[str, tuple[str | int, ...]]  # of the same files
     manifest: Manifest  # the old one; empty if it cannot be read
     unreadable: str  # why the old manifest cannot be read, or ""
 
 
-def changed_folder(path: Path) -> ChangedFolder:
+def changed_folder(path: Location) -> ChangedFolder:
     """Read the old manifest. Raises CheckpointError if there is none, or if a file is not a regular one."""
-    folder = find_complete(path)
-    if is_file(folder):
+    store, file = open_store(path)
+    if file:
         raise CheckpointError(f"{path}: is a file", hint="--accept takes the folder", tries=[f"{path.parent} --accept"])
+    folder = store.local([MANIFEST])
     if not is_file(folder / MANIFEST):
         raise CheckpointError(
             f"{path}: has no {MANIFEST}, so there is nothing to accept",
             hint="a folder without a manifest needs no --accept",
             tries=[f"titan verify {path}"],
         )
-    states = _states(folder)
+    sizes, identities = _states(store)
     try:
-        return ChangedFolder(folder, states, read_manifest(folder) or Manifest({}, {}), "")
+        return ChangedFolder(store, sizes, identities, read_manifest(folder) or Manifest({}, {}), "")
     except OtherVersion:
         raise
     except CheckpointError as error:
-        return ChangedFolder(folder, states, Manifest({}, {}), error.message)
+        return ChangedFolder(store, sizes, identities, Manifest({}, {}), error.message)
 
 
 def check_json(folder: ChangedFolder) -> Check:
     """Whether the JSON files, which were perhaps edited, can be read."""
     problems = []
-    names = [name for name in folder.states if Path(name).name in _READ_AS_JSON]
+    names = [name for name in folder.sizes if name.rpartition("/")[2] in _READ_AS_JSON]
+    copies = folder.store.local(names)
     for name in names:
         try:
-            read_json(folder.path / name)
+            read_json(copies / name)
         except CheckpointError as error:
             problems.append(error.message)
     return judge("json", f"{len(names)} JSON files can be read", problems)
@@ -95,28 +97,27 @@ def accept_changes(
     old, files, values = folder.manifest, dict[str, str](), dict[str, str]()
     checks = [Check("manifest", "warning", "nothing could be compared with the old one", (folder.unreadable,))]
     if not folder.unreadable:
-        files = dict(problem.split(": ", 1) for problem in check_files(folder.path, manifest=old))
+        files = dict(problem.split(": ", 1) for problem in check_files(folder.store, manifest=old))
         values = changed_tensors(old.tensors, tensors)
         for fqn in old.tensors.keys() & tensors.keys():
             if not old.tensors[fqn].digest and any(chunk.file in files for chunk in catalog.tensors[fqn].chunks):
                 values.setdefault(fqn, "its file has changed, and it has no digest to compare its values with")
         checks = [
-            _judge("files", f"{len(folder.states):,} files", files),
+            _judge("files", f"{len(folder.sizes):,} files", files),
             _judge("values", f"{len(tensors):,} tensors", values),
         ]
     if files or values or folder.unreadable:
         same = {name: entry for name, entry in old.files.items() if name not in files}
-        changed_files = [name for name in folder.states if name not in same]
-        sums = in_threads([partial(sum_file, folder.path / name) for name in changed_files])
-        fsync_folder(folder.path)  # the files are on the disk before the manifest is
-        if _states(folder.path) != folder.states:
+        changed_files = {name: size for name, size in folder.sizes.items() if name not in same}
+        sums = in_threads([partial(sum_range, folder.store, name, 0, size) for name, size in changed_files.items()])
+        location = folder.store.location
+        output = outputs_at(location).existing(location)
+        if _states(folder.store) != (folder.sizes, folder.identities):
             raise CheckpointError(
-                f"{folder.path}: files changed while they were being checked", hint=f"{MANIFEST} was not changed"
+                f"{location}: files changed while they were being checked", hint=f"{MANIFEST} was not changed"
             )
         sums_by_name = same | dict(zip(changed_files, sums, strict=True))
-        output = FolderOutput(folder.path)
         write_manifest(output, tensors=tensors, files=sums_by_name, accepted=True, selected=old.selected)
-        fsync(folder.path)
     return checks, Changes(files, values, len(tensors), folder.unreadable)
 
 
@@ -127,9 +128,16 @@ def _judge(name: str, what: str, changed: Mapping[str, str]) -> Check:
     return Check(name, "changed", f"{len(changed):,} differ from what titan wrote; now {what}", problems)
 
 
-def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
-    names = files_to_keep(folder)
+def _states(store: Store) -> tuple[dict[str, int], dict[str, tuple[str | int, ...]]]:
+    """Size and identity of every file that a manifest lists."""
+    names, folder = files_to_keep(store), store.local()
     refuse_links_out(folder, [folder / name for name in names])
-    if odd := [name for name in names if not is_file(folder / name)]:
-        raise CheckpointError(f"{folder}: not regular files:{list_offenders(odd)}")
-    return {name: stamp(folder / name) for name in names}
+    sizes, odd = dict[str, int](), list[str]()
+    for name in names:
+        try:
+            sizes[name] = store.size(name)
+        except NotAFile:
+            odd.append(name)
+    if odd:
+        raise CheckpointError(f"{store.location}: not regular files:{list_offenders(odd)}")
+    return sizes, {name: store.identity(name) for name in names}

@@ -36,7 +36,9 @@ class Store(Protocol):
         """Fill the whole buffer with a file's bytes from `start` on."""
 
     def local(self, names: Iterable[str] = ()) -> Path:
-        """A folder of this machine that has these files, which are small; later calls add to the same folder."""
+        """A folder of this machine that has those of these files, which are small, that there are; later calls add to
+        the same folder.
+        """
 
     def close(self) -> None:
         """Close what is open. Reading opens it again."""
@@ -77,6 +79,15 @@ def open_store(location: Location) -> tuple[Store, str]:
         raise ExtensionError(f"{what} returned {opened!r:.80}, not a Store and a str")
     check_protocol(opened[0], Store, f"the store of {location.scheme}://")
     return opened
+
+
+def is_present(location: Location) -> bool:
+    """Whether there is a folder or a file."""
+    try:
+        open_store(location)
+    except (CheckpointError, OSError):  # NFS answers ESTALE for a folder that was just made
+        return False
+    return True
 
 
 def names_at(location: Location) -> list[str]:

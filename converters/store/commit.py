@@ -17,7 +17,6 @@ from uuid import uuid4
 
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import ASIDE_PREFIX, ASSETS_FOLDER, DCP_METADATA, MANIFEST, META_SHARD, TEMPORARY_PREFIX
-from converters.common.sizes import format_bytes
 from converters.store.replace_file import fsync
 
 _AT_FDCWD = -100
@@ -146,11 +145,8 @@ def sweep_staging(parent: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def require_space(folder: Path, num_bytes: int) -> int:
-    """The free bytes of the disk that `folder` is on, or will be.
-
-    Raises CheckpointError if nothing can be written there, or less than `num_bytes`.
-    """
+def free_bytes(folder: Path) -> int:
+    """The free bytes of the disk that `folder` is on, or will be. Raises CheckpointError if it is not writable."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -159,11 +155,6 @@ def require_space(folder: Path, num_bytes: int) -> int:
     usage = shutil.disk_usage(existing)
     if not os.access(existing, os.W_OK | os.X_OK) or not usage.total:  # /proc and /sys have no space, even for root
         raise CheckpointError(f"{folder}: {existing} is not writable", hint="nothing was written")
-    if usage.free < num_bytes:
-        raise CheckpointError(
-            f"{folder}: needs {format_bytes(num_bytes)}, {format_bytes(usage.free)} are free on that disk",
-            hint="nothing was written",
-        )
     return usage.free
 
 

@@ -28,9 +28,9 @@ from converters.store.commit import (
     CHECKPOINT_MARKS,
     check_destination,
     commit,
+    free_bytes,
     fsync_folder,
     new_staging,
-    require_space,
     sweep_staging,
 )
 from converters.store.file_lock import lock_file
@@ -73,11 +73,9 @@ class FolderOutput:
             return None
         return status.st_size, status.st_mtime_ns
 
-    def add_small_files(self) -> None:
-        """They are where they belong."""
-
-    def names(self) -> list[str]:
-        return sorted(p.relative_to(self.folder).as_posix() for p in self.folder.rglob("*") if not p.is_dir())
+    def add_small_files(self) -> list[str]:
+        """They are where they belong: the names of all files."""
+        return FolderStore(self.folder).walk()
 
     def replace(self, name: str, data: bytes) -> None:
         with replacing(self.folder / name, temporary=self.folder / f"{name}.tmp") as temporary:
@@ -130,9 +128,9 @@ class FolderOutputs:
     def check(self, location: Location, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
         check_destination(location.path, overwrite=overwrite, marks=marks)
 
-    def require_space(self, location: Location, num_bytes: int) -> int:
+    def free_bytes(self, location: Location) -> int:
         path = location.path
-        return require_space(path.absolute().parent if path.is_file() else path, num_bytes)
+        return free_bytes(path.absolute().parent if path.is_file() else path)
 
     def bytes_left_behind(self, location: Location) -> int:
         dst = location.path
@@ -161,12 +159,18 @@ class FolderOutputs:
             if claimed is not None:
                 claimed.journal.close()
 
-    def prepare(self, location: Location, identifier: str) -> None:
+    def prepare(self, location: Location) -> str:
+        identifier = uuid4().hex[:12]
         new_staging(location.path, identifier)
+        return identifier
 
     def shared(self, location: Location, identifier: str, *, marker: str) -> FolderOutput:
         destination = location.path
         return FolderOutput(destination.absolute().parent / f"{TEMPORARY_PREFIX}{identifier}", destination)
+
+    def existing(self, location: Location) -> FolderOutput:
+        fsync_folder(location.path)  # the files are on the disk before a manifest of them is
+        return FolderOutput(location.path)
 
     @contextmanager
     def lock(self, folder: Location, name: str, *, owner: str, patience_secs: float) -> Iterator[None]:
@@ -185,23 +189,13 @@ class FolderOutputs:
             yield
 
     def names(self, folder: Location) -> list[str]:
-        path = folder.path
-        if not path.is_dir():
-            return []
-        return sorted(f"{p.name}/" if p.is_dir() and not p.is_symlink() else p.name for p in path.iterdir())
-
-    def is_present(self, location: Location) -> bool:
         try:
-            return location.path.exists()
-        except OSError:  # NFS answers ESTALE for a folder that was just made
-            return False
-
-    def is_no_folder(self, location: Location) -> bool:
-        return location.path.exists() and not location.path.is_dir()
-
-    def free_bytes(self, location: Location) -> int:
-        path = location.path.absolute()
-        return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+            with os.scandir(folder.path) as entries:
+                return sorted(f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries)
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise CheckpointError(f"the checkpoint folder is not a folder: {folder}") from None
 
     def remove(self, location: Location) -> None:
         # Renamed first: an interrupted removal leaves a temporary folder, not half a checkpoint.

@@ -61,7 +61,8 @@ class Location:
         return self._with(self._parts.with_name(name))
 
     def __truediv__(self, name: str) -> "Location":
-        return self._with(self._parts / name)
+        """A name in this folder. An absolute path, or a URI, stands for itself."""
+        return Location(name) if _URI.match(name) else self._with(self._parts / name)
 
     def __str__(self) -> str:
         return self.text

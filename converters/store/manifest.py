@@ -166,7 +166,7 @@ def check_sizes(place: Path | Store) -> Manifest | None:
     Raises CheckpointError if one differs.
     """
     store = _store_of(place)
-    manifest = read_manifest(folder := store.local())
+    manifest = read_manifest(folder := store.local([MANIFEST]))
     if manifest is not None and (broken := _size_problems(store, manifest, manifest.files)):
         small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
         refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
@@ -212,7 +212,7 @@ def check_files(
     call: processes may share it.
     """
     store = _store_of(place)
-    manifest = manifest or read_manifest(store.local())
+    manifest = manifest or read_manifest(store.local([MANIFEST]))
     if manifest is None:
         raise CheckpointError(f"{store.location}: has no {MANIFEST}, so there is nothing to compare its files with")
     wanted = list(manifest.files if names is None else names)

@@ -4,11 +4,13 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from converters.store.base import Store, read_bytes
 from converters.store.location import Location
+from converters.store.paths import NotAFile
 
 _NOT_COPIED = "not-copied"  # a name that does not exist
 
@@ -30,9 +32,11 @@ def copy_small_files(store: Store, names: Iterable[str], into: Path) -> None:
         path = into / name
         if path.is_file():
             continue
-        path.unlink(missing_ok=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(read_bytes(store, name))
+        with suppress(NotAFile):  # as a file of a folder may be missing
+            data = read_bytes(store, name)
+            path.unlink(missing_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
     for name in store.names():
         path = into / name
         if name.endswith("/"):

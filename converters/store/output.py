@@ -63,11 +63,8 @@ class Output(Protocol):
     def identity(self, name: str) -> tuple[str | int, ...] | None:
         """What tells that a written file was replaced; None if there is no such file."""
 
-    def add_small_files(self) -> None:
-        """Take the files that were written into `folder`."""
-
-    def names(self) -> list[str]:
-        """All files that were written, with `/` if they are in folders, sorted."""
+    def add_small_files(self) -> list[str]:
+        """Take the files that were written into `folder`; their names, with `/` if they are in folders."""
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file. If it exists, readers see the old content or the new one."""
@@ -101,8 +98,8 @@ class Outputs(Protocol):
         A location may be absent or empty or, with `overwrite`, hold one of the files `marks`.
         """
 
-    def require_space(self, location: Location, num_bytes: int) -> int:
-        """The free bytes there. Raises CheckpointError if they are less, or nothing can be written."""
+    def free_bytes(self, location: Location) -> int:
+        """The free bytes of the disk that a location is, or will be, on. Raises CheckpointError if not writable."""
 
     def bytes_left_behind(self, location: Location) -> int:
         """Bytes of earlier attempts, which the next one resumes or removes."""
@@ -117,11 +114,16 @@ class Outputs(Protocol):
         it is created last. `is_file`: the location is that of the only file, and nothing else is committed.
         """
 
-    def prepare(self, location: Location, identifier: str) -> None:
-        """Begin an output that several processes write together. One of them calls this first."""
+    def prepare(self, location: Location) -> str:
+        """Begin an output that several processes write together. One of them calls this first; the rest get its
+        result, the identifier of the output.
+        """
 
     def shared(self, location: Location, identifier: str, *, marker: str) -> Output:
         """The output that was prepared with this identifier. `marker`: the file that is created last (see `claim`)."""
+
+    def existing(self, location: Location) -> Output:
+        """An output of which small files replace those of the checkpoint that is there. It is not committed."""
 
     def lock(self, folder: Location, name: str, *, owner: str, patience_secs: float) -> AbstractContextManager[None]:
         """Lock a folder of checkpoints, which is created if it does not exist, for one run; `owner` is for messages.
@@ -133,17 +135,9 @@ class Outputs(Protocol):
     def names(self, folder: Location) -> list[str]:
         """The names in a folder, those of folders with a `/` at the end; none if there is no such folder.
 
-        A link is no folder.
+        A link is no folder. What `commit` and `remove` have changed shows at once: a store whose lists lag keeps its
+        own record. Raises CheckpointError if there is something that is no folder.
         """
-
-    def is_present(self, location: Location) -> bool:
-        """Whether there is a folder or a file."""
-
-    def is_no_folder(self, location: Location) -> bool:
-        """Whether there is something that is no folder."""
-
-    def free_bytes(self, location: Location) -> int:
-        """The free bytes of the disk that a location is on, or will be."""
 
     def remove(self, location: Location) -> None:
         """Delete a checkpoint, so that it is none at once."""
@@ -205,12 +199,15 @@ def write_manifest(
     accepted: bool = False,
     selected: str = "",
 ) -> Manifest:
-    """Write the manifest of all files of an output; those that `files` does not know are read once. Call it last."""
-    computed = dict(files or {})
-    names = [name for name in output.names() if is_kept(name)]
-    sums = {name: computed.get(name) or sum_file(output.folder / name) for name in names}
-    if absent := sorted(computed.keys() - sums.keys()):
+    """Write the manifest of `files` and of the small files of an output, which are read once. Call it last.
+
+    `files` are those of all processes that write the output: no list of a store decides what belongs to it.
+    """
+    small, files = output.add_small_files(), dict(files or {})
+    if absent := [name for name in sorted(files.keys() - set(small)) if output.identity(name) is None]:
         raise CheckpointError(f"{output.folder}: files of the manifest are missing:{list_offenders(absent)}")
+    names = sorted(name for name in {*small, *files} if is_kept(name))
+    sums = {name: files.get(name) or sum_file(output.folder / name) for name in names}
     manifest = Manifest(dict(tensors), sums, accepted, selected)
     output.replace(MANIFEST, dump_manifest(manifest))
     return manifest

@@ -1,7 +1,8 @@
 """Who makes the outputs of a location: of a path, the folder's; of a URI, what is registered for its scheme."""
 
-from converters.common.errors import UnsupportedError
+from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.extensions import check_name, check_protocol
+from converters.common.sizes import format_bytes
 from converters.store.folder_output import FolderOutputs
 from converters.store.location import SCHEME, Location
 from converters.store.output import Outputs
@@ -14,6 +15,17 @@ def register_outputs(scheme: str, outputs: Outputs) -> None:
     check_name("store", scheme, _OUTPUTS, pattern=SCHEME)
     check_protocol(outputs, Outputs, f"what makes the outputs of {scheme}://")
     _OUTPUTS[scheme] = outputs
+
+
+def require_space(location: Location, num_bytes: int) -> int:
+    """The free bytes of a location. Raises CheckpointError if they are less than `num_bytes`, or it is not writable."""
+    free_bytes = outputs_at(location).free_bytes(location)
+    if free_bytes < num_bytes:
+        raise CheckpointError(
+            f"{location}: needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are free on that disk",
+            hint="nothing was written",
+        )
+    return free_bytes
 
 
 def outputs_at(location: Location) -> Outputs:

@@ -21,7 +21,7 @@ import trainer.train
 from converters.common.errors import TitanError
 from converters.diff import diff
 from converters.engine.read import CatalogReader
-from converters.store.location import Place
+from converters.store.location import Place, locate
 from converters.store.output import SummedFile
 from tests import pretend_store
 from tests.dist import slow_saver
@@ -31,6 +31,7 @@ from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.run_state import Progress, RunState
 from trainer.checkpoints.write import write_step
+from trainer.config.custom_import import import_custom
 from trainer.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
@@ -210,14 +211,14 @@ def _run_state(config: Config, ranks: Ranks) -> tuple[RunState, Checkpoints]:
     loader = train_loader(job, meshes, text, group=ranks.agreement)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, config.training.steps))
     state = RunState(model, optimizer, schedule, loader, Progress())
-    return state, Checkpoints(Path(config.job.dump_folder), config.checkpoint, info, group=ranks.agreement)
+    return state, Checkpoints(locate(config.job.dump_folder), config.checkpoint, info, group=ranks.agreement)
 
 
 def copy_step(config: Config, source: Path, destination: Path) -> Progress:
     """Case: load a step in this layout and save it again."""
     ranks = _ranks()
     state, checkpoints = _run_state(config, ranks)
-    checkpoints.load(source, state)
+    checkpoints.load(locate(source), state)
     nested = dict(state.model.state_dict()) | state.sections()
     info = chosen_model(resolve_job(config, dist.get_world_size()))
     write_step(destination, nested, info=info, group=ranks.agreement)
@@ -337,17 +338,17 @@ def first_losses(config: Config, paths: dict[str, Place]) -> dict[str, float]:
     for name, path in paths.items():
         for parameter in state.model.named_parameters().values():
             parameter.detach().fill_(float("nan"))
-        checkpoints.load_initial(path, state)
+        checkpoints.load_initial(locate(path), state)
         losses[name] = step.compute_gradients(batch).read().loss
         state.optimizer.zero_grad()
     return losses
 
 
-def first_losses_from_a_store(config: Config, places: dict[str, Place], root: Path) -> dict[str, float]:
-    """Case: `first_losses` of checkpoints in the pretend store of the folder `root`."""
-    os.environ[pretend_store.ROOT] = str(root)
-    pretend_store.register()
-    return first_losses(config, places)
+def in_store(root: Path, case: Callable[..., T], config: Config, *arguments: object) -> T:
+    """Case: another one with the pretend store of the folder `root`, whose lists show nothing new."""
+    os.environ |= {pretend_store.ROOT: str(root), pretend_store.LAG: str(pretend_store.FOREVER)}
+    import_custom("tests.pretend_store")
+    return case(config, *arguments)
 
 
 def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:

@@ -91,7 +91,7 @@ def test_a_run_starts_from_weights_in_an_object_store(pools, data, formats, tmp_
     places = {name: upload(formats[name]) for name in ("safetensors", "native DCP")}
     config = runs.make_config(data, tmp_path, **FSDP2)
     (expected, _) = pools[2].run(runs.first_losses, config, {"": formats["native DCP"]})
-    losses = pools[2].run(runs.first_losses_from_a_store, config, places, tmp_path / "objects")
+    losses = pools[2].run(runs.in_store, tmp_path / "objects", runs.first_losses, config, places)
     assert losses == [dict.fromkeys(places, expected[""])] * 2
 
 

@@ -14,6 +14,7 @@ from converters.engine.read import CatalogReader
 from converters.families.args import ModelArgs
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
+from converters.store.location import locate
 from converters.verify import verify
 from tests.dist.training import Layout
 from trainer.build import build
@@ -64,7 +65,7 @@ def sums_of(state: RunState) -> dict[str, str]:
 
 def checkpoints_of(folder: Path) -> Checkpoints:
     group = dist.new_group(backend="gloo")
-    return Checkpoints(folder, Checkpoint(enable=True), ModelInfo("llama3", ARGS), group=group)
+    return Checkpoints(locate(folder), Checkpoint(enable=True), ModelInfo("llama3", ARGS), group=group)
 
 
 def save(layout: Layout, folder: Path) -> None:

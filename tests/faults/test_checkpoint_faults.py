@@ -24,6 +24,7 @@ from converters.families.llama3 import FLAVORS
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
 from converters.store.folder_output import FolderOutput
+from converters.store.location import locate
 from converters.store.manifest import check_files
 from tests.dist import runs
 from trainer.checkpoints import io as checkpoint_io
@@ -126,12 +127,12 @@ def test_a_damaged_newest_step_is_found_before_a_weight_is_changed(
         before = {fqn: tensor.clone() for fqn, tensor in state.model.state_dict().items()}
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used:\n  step-3: .*") as failure:
             # asked for by its number: no other
-            Checkpoints(folder, Checkpoint(load_step=3), INFO, group=group).resume(state)
+            Checkpoints(locate(folder), Checkpoint(load_step=3), INFO, group=group).resume(state)
         assert output in failure.value.message
         assert all(torch.equal(tensor, before[fqn]) for fqn, tensor in state.model.state_dict().items())
         capsys.readouterr()
-        checkpoints = Checkpoints(folder, Checkpoint(), INFO, group=group)
-        assert checkpoints.resume(state) == folder / "step-2" and checkpoints.last_good_step == 2
+        checkpoints = Checkpoints(locate(folder), Checkpoint(), INFO, group=group)
+        assert checkpoints.resume(state) == locate(folder / "step-2") and checkpoints.last_good_step == 2
         heard = capsys.readouterr().err
         found = f"WARNING: {folder}/step-3 is damaged and will not be used:"
         assert found in heard and output in heard and ("is read twice" in heard) == (not available)

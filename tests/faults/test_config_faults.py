@@ -75,6 +75,7 @@ ONE_RANK += ["--parallelism.data_parallel_shard_degree=1", "--validation.no_enab
         (("--training.steps", "debug"), "the config comes before the overrides"),
         pytest.param(("debug", "--training.dataset_path", "nowhere"), "nowhere", marks=pytest.mark.slow),
         (("debug", "--job.dump_folder", ""), "a folder, not an empty string"),
+        (("debug", "--job.dump_folder", "s3://b/run"), "a folder, not an empty string or a URI"),
         (("debug", "--experimental.custom_import", "./nowhere.py"), "there is no such file or folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

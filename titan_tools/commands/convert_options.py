@@ -1,6 +1,7 @@
 """The options that `titan convert` and other commands share: their types and help."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,11 @@ def find_checkpoint(context: typer.Context, place: Location | None) -> Location 
     if (found := find_local(place)) != place:
         note(f"{place}: {found}")
     return found
+
+
+def local_path(text: str) -> Path:
+    """The parser of a path that a command writes to or reads as it is. Raises UnsupportedError for a URI."""
+    return locate(text).path
 
 
 def checkpoint_argument(metavar: str, help: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from converters.store.location import Location
-from titan_tools.commands.convert_options import checkpoint_option
+from titan_tools.commands.convert_options import checkpoint_option, local_path
 
 data_app = typer.Typer(
     help="Prepare text for training.\n\n"
@@ -31,9 +31,12 @@ def prepare(
             metavar="SOURCE",
             help="Files (.txt, .md, .py, JSON lines also .gz and .zst, .parquet, .npy of token ids) and folders; "
             "default: the Python standard library.",
+            parser=local_path,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write the index to.")] = Path("data"),
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder to write the index to.", parser=local_path)
+    ] = Path("data"),
     vocab_size: Annotated[
         int, typer.Option("--vocab-size", metavar="N", help="Vocabulary size of the tokenizer to train.")
     ] = 2048,
@@ -80,6 +83,7 @@ def prepare(
     """
     from dataclasses import asdict
 
+    from converters.source.open import local_folder
     from converters.tokenizers.assets import find_assets
     from converters.tokenizers.notes import tokenizer_notes
     from converters.tokenizers.tokenizer import document_ends, tokenizer_note
@@ -87,7 +91,9 @@ def prepare(
     from trainer.data.document_text import special_text_note
     from trainer.data.prepare import prepare as make
 
-    existing = None if tokenizer is None else tokenizer.path
+    existing = None
+    if tokenizer is not None:
+        existing = local_folder(tokenizer) if tokenizer.scheme else tokenizer.path
     report = make(
         sources or [],
         out,

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import local_path
+
 ANNOUNCED_BYTES = 1 << 30
 
 
@@ -35,6 +37,7 @@ def download(
             metavar="DST",
             help="The folder to create, or that of an earlier download to check. Default: the HF cache (HF_HOME).",
             show_default=False,
+            parser=local_path,
         ),
     ] = None,
     revision: Annotated[str, typer.Option(metavar="REVISION", help="Branch, tag or commit.")] = "main",

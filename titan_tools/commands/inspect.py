@@ -9,7 +9,7 @@ import typer
 from converters.common.errors import ConfigError
 from converters.common.names import METRICS_FILE
 from converters.store.location import locate
-from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select
+from titan_tools.commands.convert_options import Checkpoint, ModelFrom, Select, local_path
 
 if TYPE_CHECKING:
     from titan_tools.pages.run_folder import Curve
@@ -19,7 +19,9 @@ def inspect(
     checkpoint: Checkpoint,
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN", help="With --plot: folders of further runs.", show_default=False),
+        typer.Argument(
+            metavar="RUN", help="With --plot: folders of further runs.", show_default=False, parser=local_path
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="One line per tensor, layers not folded.")] = False,
     plot: Annotated[
@@ -46,7 +48,7 @@ def inspect(
     """
     from titan_tools.pages.run_folder import is_run_folder
 
-    places = [checkpoint, *map(locate, runs or [])]
+    places = [checkpoint, *map(locate, runs or ())]
     places = list(dict.fromkeys(place.parent if place.name == METRICS_FILE else place for place in places))
     is_remote = checkpoint.scheme and len(places) == 1 and not (plot or loss_curve)  # and so no folder of a run
     folders = [] if is_remote else [place.path for place in places]

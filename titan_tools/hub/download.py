@@ -16,8 +16,9 @@ from huggingface_hub.utils import build_hf_headers, disable_progress_bars  # typ
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
 from converters.conversion.records import Progress, no_progress
-from converters.store.commit import require_space
 from converters.store.hub_checksums import is_computable
+from converters.store.location import locate
+from converters.store.outputs import require_space
 from converters.tokenizers.assets import CARRIED, CHAT_TEMPLATES
 from titan_tools.hub.errors import hub_errors
 from titan_tools.hub.fetch import check_sum, fetch
@@ -128,7 +129,7 @@ def download(
         present = compare(listed, target, workers=workers, progress=progress)
         num_missing = sum(f.num_bytes - f.num_bytes_here for f in present.missing)
         if not dry_run:
-            require_space(target.path, num_missing)
+            require_space(locate(target.path), num_missing)
             for path in (path for places in present.damaged.values() for path in places):
                 target.discard(path)
             by_http = [f for f in present.missing if f.num_bytes <= MAX_HTTP_BYTES]

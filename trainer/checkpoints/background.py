@@ -25,6 +25,7 @@ from converters.common.sizes import format_bytes
 from trainer.checkpoints.process import PROGRAM, WriterArguments
 from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
 from trainer.checkpoints.write import StepToSave, save_step
+from trainer.config.custom_import import imported_modules
 from trainer.observability.log import note
 from trainer.ranks.agree import on_first
 from trainer.ranks.process_group import CHECKPOINT_TIMEOUT
@@ -183,6 +184,7 @@ class ProcessWriter:
         arguments = WriterArguments(
             os.getpid(),
             host,
+            ",".join(imported_modules),
             port,
             rank=self._group.rank(),
             world_size=self._group.size(),

@@ -8,7 +8,6 @@ a step has its CRC32.
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,12 @@ import torch.distributed as dist
 
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
+from converters.common.names import RUN_LOCK
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
-from converters.store.location import Location, Place, locate
-from converters.store.outputs import outputs_at
+from converters.store.base import is_present
+from converters.store.location import Location
+from converters.store.outputs import require_space
 from converters.tokenizers.assets import TOKEN_IDS
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
@@ -53,7 +54,7 @@ class Checkpoints:
     A context manager: leaving it stops asynchronous saving; after an error an unfinished save is abandoned.
     """
 
-    def __init__(self, folder: Path, settings: CheckpointSection, info: ModelInfo, *, group: dist.ProcessGroup):
+    def __init__(self, folder: Location, settings: CheckpointSection, info: ModelInfo, *, group: dist.ProcessGroup):
         """`group` is a gloo group of all ranks, separate from training's groups."""
         self.folder = folder
         self.last_good_step: int | None = None  # committed or verified
@@ -74,7 +75,7 @@ class Checkpoints:
         with self._held:
             self._saver.close(at_once=kind is not None)
 
-    def resume(self, state: RunState) -> Path | None:
+    def resume(self, state: RunState) -> Location | None:
         """Load `load_step`, else the newest intact step; returns it, or None if the run has no step yet.
 
         Damaged steps are reported and skipped. Raises CheckpointError if all steps are damaged, or if the folder
@@ -101,19 +102,19 @@ class Checkpoints:
             raise no_usable_step(self.folder, problems)
         return None
 
-    def candidates(self, initial: Location | None) -> list[Path]:
+    def candidates(self, initial: Location | None) -> list[Location]:
         """Checkpoints to resume from: the own steps, newest first, else `initial` if it gives the whole state."""
         settings = self._settings
 
-        def find() -> list[Path]:
+        def find() -> list[Location]:
             steps = steps_to_load(self.folder, self._look(), settings.load_step) if settings.enable else []
             if not steps and initial and not settings.initial_load_model_only:
-                return [initial.path]
+                return [initial]
             return [path for path in (step_folder(self.folder, step) for step in steps) if not size_problem(path)]
 
         return on_first(self._group, find)
 
-    def recorded(self, paths: Iterable[Path], *, seq_len: int) -> Recorded | None:
+    def recorded(self, paths: Iterable[Location], *, seq_len: int) -> Recorded | None:
         """The record of the first of these checkpoints whose small files can be read. `seq_len`: that of the config."""
         excluded = self._settings.exclude_from_loading
         return on_first(self._group, lambda: first_recorded(paths, excluded=excluded, seq_len=seq_len))
@@ -125,7 +126,7 @@ class Checkpoints:
             sweep(self.folder)
         return list_steps(self.folder)
 
-    def _load_unless_damaged(self, path: Path, state: RunState) -> str:
+    def _load_unless_damaged(self, path: Location, state: RunState) -> str:
         """Load a step. If its files do not match the manifest, nothing is changed, and what is wrong is returned."""
         require_seen(path, self._group)
         if problem := on_first(self._group, lambda: size_problem(path)):
@@ -136,17 +137,15 @@ class Checkpoints:
             return "; ".join(error.problems)
         return ""
 
-    def load(self, path: Path, state: RunState, *, select: str | None = None) -> None:
+    def load(self, path: Location, state: RunState, *, select: str | None = None) -> None:
         """Load everything from a DCP except the sections that the config excludes."""
         excluded = self._settings.exclude_from_loading
         found = load_state(path, state, info=self._info, excluded=excluded, group=self._group, select=select)
         self._keep_fields(found)
 
-    def load_initial(self, place: Place, state: RunState) -> None:
+    def load_initial(self, place: Location, state: RunState) -> None:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
-        place = locate(place)
-        if not place.scheme:
-            require_seen(place, self._group)
+        require_seen(place, self._group)
         if self._settings.initial_load_model_only:
             saved_info = load_weights(place, state, info=self._info, settings=self._settings, group=self._group)
             self._keep_fields(saved_info)
@@ -156,8 +155,8 @@ class Checkpoints:
                 note(f"not copied from {place} into this run's checkpoints: {', '.join(left_out)}")
         else:
             select = self._settings.initial_load_select
-            refuse_other_weights(place.path, info=self._info, select=select)
-            self.load(place.path, state, select=select)
+            refuse_other_weights(place, info=self._info, select=select)
+            self.load(place, state, select=select)
 
     def _keep_fields(self, saved_info: ModelInfo) -> None:
         """Copy config.json's other fields from `saved_info` into this run's checkpoints, except the token ids."""
@@ -186,7 +185,7 @@ class Checkpoints:
         keep = self._settings.keep_latest_k
         try:
             self._have_folder(state.model, model_only=model_only)
-            self._saver.save(StepToSave(step, locate(self.folder), self._info, keep=keep, damaged=damaged), nested)
+            self._saver.save(StepToSave(step, self.folder, self._info, keep=keep, damaged=damaged), nested)
         except SaveFailed as error:
             self._settle(error)
 
@@ -216,11 +215,8 @@ class Checkpoints:
         The state in memory may be the only copy left, so it is saved rather than lost.
         """
 
-        location = locate(self.folder)
-        outputs = outputs_at(location)
-
         def create_again() -> bool:
-            if outputs.is_present(location) and not outputs.is_no_folder(location):
+            if is_present(self.folder / RUN_LOCK):
                 return False
             note(f"WARNING: {self.folder} was REMOVED with its contents: it is created again, and used from now on")
             self._held.enter_context(only_run(self.folder))
@@ -235,8 +231,8 @@ class Checkpoints:
 
     def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:
         """Raise CheckpointError if the disk has no room for a checkpoint."""
-        num_bytes, location = self.bytes_of_step(model, model_only=model_only), locate(self.folder)
-        on_first(self._group, lambda: outputs_at(location).require_space(location, num_bytes))
+        num_bytes = self.bytes_of_step(model, model_only=model_only)
+        on_first(self._group, lambda: require_space(self.folder, num_bytes))
 
     def bytes_of_step(self, model: TrainModel, *, model_only: bool = False) -> int:
         """Approximate size of a checkpoint: the weights and their two moments."""

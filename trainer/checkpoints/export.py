@@ -14,8 +14,8 @@ from converters.convert import convert
 from converters.formats.registry import get_format
 from converters.model.model_info import ModelInfo
 from converters.store.local_files import exists
-from converters.store.location import locate
-from converters.store.outputs import outputs_at
+from converters.store.location import Location, locate
+from converters.store.outputs import require_space
 from trainer.checkpoints.export_plan import export_folders, look_at_exports, refuse_others
 from trainer.config.sections import Checkpoint
 from trainer.observability.log import note
@@ -49,10 +49,10 @@ class Exports:
         """Raises what needs no weights, and returns the FQNs that an export has no name for: they must be zero."""
         num_bytes, without_place = look_at_exports(self._folders, self._info, dtype=self._dtype)
         for folder in self._folders.values():
-            outputs_at(locate(folder)).require_space(locate(folder), num_bytes + beside_bytes)
+            require_space(locate(folder), num_bytes + beside_bytes)
         return without_place
 
-    def make(self, checkpoint: Path, *, is_new: bool) -> None:
+    def make(self, checkpoint: Location, *, is_new: bool) -> None:
         """Write the exports of a committed checkpoint, each atomically.
 
         `is_new` says that this run has trained, so existing exports are replaced; otherwise they stay.
@@ -60,7 +60,7 @@ class Exports:
         for kind, folder in self._folders.items():
             on_first(self._group, partial(self._make, checkpoint, folder, kind, is_new=is_new))
 
-    def _make(self, checkpoint: Path, folder: Path, kind: str, *, is_new: bool) -> None:
+    def _make(self, checkpoint: Location, folder: Path, kind: str, *, is_new: bool) -> None:
         if exists(folder) and not is_new:
             note(f"{folder} exists already")
             return

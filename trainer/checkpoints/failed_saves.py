@@ -44,4 +44,7 @@ class FailedSaves:
         self._in_a_row = 0
 
     def _free_space(self) -> str:
-        return f"{format_bytes(outputs_at(self._folder).free_bytes(self._folder))} are free on that disk"
+        try:
+            return f"{format_bytes(outputs_at(self._folder).free_bytes(self._folder))} are free on that disk"
+        except CheckpointError as error:
+            return error.message

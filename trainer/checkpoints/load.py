@@ -7,7 +7,6 @@ file has its CRC32. If a node lacks the memory for a copy of its ranks' parts, t
 import filecmp
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +32,7 @@ from converters.model.model_info import ModelInfo, describes_model, read_model_i
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.base import Store, open_store
-from converters.store.location import Location, Place, locate
+from converters.store.location import Location, Place
 from converters.store.manifest import Manifest, changed_since, check_files, check_sizes
 from converters.tokenizers.assets import CLASS_DEFAULTS
 from converters.tokenizers.tokenizer import load_tokenizer, tokenizes_differently
@@ -68,7 +67,7 @@ class DamagedFiles(CheckpointError):
 
 
 def load_state(
-    path: Path,
+    path: Location,
     state: RunState,
     *,
     info: ModelInfo,
@@ -82,7 +81,7 @@ def load_state(
 
     Raises DamagedFiles if files differ from the manifest.
     """
-    store, _ = open_store(locate(path))
+    store, _ = open_store(path)
     manifest = _manifest_of(store, group)
     small = {name for name in manifest.files if not DCP.is_data(name)}
     _refuse_changed(store, manifest, small, group)  # before they are parsed, as the plain values below
@@ -92,8 +91,8 @@ def load_state(
     _refuse_damaged_items(catalog, manifest, group)
     for text in filter(None, (*catalog.notes, foreign_remark(catalog, "native", info))):
         note(f"{path}: {text}")
-    refuse_not_resumable(catalog, path, info=info, excluded=excluded)
-    saved_info = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
+    refuse_not_resumable(catalog, info=info, excluded=excluded)
+    saved_info = read_model_info(catalog.root, catalog) if describes_model(catalog.root) else info  # not torchtitan's
     refuse_other_model(saved_info, info, path)
     wanted: dict[str, Any] = dict(state.model.state_dict())
     for section, values in state.sections().items():
@@ -183,7 +182,7 @@ def _refuse_damaged_items(catalog: Catalog, manifest: Manifest, group: dist.Proc
         raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
 
 
-def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Location) -> dict[str, Any]:
     """Numbers of train_state that are saved as tensors (torchtitan's, by stock DCP), or that are missing."""
     counters: dict[str, Any] = {}
     for key in (key for key in wanted if section_of(key) == TRAIN_STATE):

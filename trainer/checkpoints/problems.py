@@ -4,14 +4,19 @@ import os
 
 from converters.model.model_info import ModelInfo
 from converters.store.hub_names import find_local
-from converters.store.location import Location, Place
-from trainer.config.sections import Checkpoint, Model
+from converters.store.location import Location, Place, locate
+from trainer.config.sections import Checkpoint, Config, Model
 
 _EXPORTS = ("last_save_in_hf", "last_save_in_torchtune")
 
 
 def is_saving(settings: Checkpoint) -> bool:
     return settings.enable and not settings.load_only
+
+
+def checkpoint_folder(config: Config) -> Location:
+    """The folder of a run's checkpoints: a URI, or a path, which is below job.dump_folder unless it is absolute."""
+    return locate(config.job.dump_folder) / config.checkpoint.folder
 
 
 def initial_path(settings: Checkpoint, model: Model) -> Location | None:

@@ -9,6 +9,7 @@ import sys
 import traceback
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 
 from trainer.ranks.signals import die_with_parent
@@ -18,10 +19,11 @@ PROGRAM = ["-m", "trainer.checkpoints.process"]
 
 @dataclass(frozen=True, slots=True)
 class WriterArguments:
-    """Parent process, the store of the writers' group, rank, and inherited file descriptors."""
+    """Parent process, the store of the writers' group, modules, rank, and inherited file descriptors."""
 
     parent: int  # process id
     host: str
+    modules: str  # that register stores, with commas in between
     port: int
     rank: int
     world_size: int
@@ -33,8 +35,8 @@ class WriterArguments:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> "WriterArguments":
-        parent, host, *numbers = arguments
-        return cls(int(parent), host, *map(int, numbers))
+        parent, host, modules, *numbers = arguments
+        return cls(int(parent), host, modules, *map(int, numbers))
 
 
 def main(arguments: list[str]) -> None:
@@ -65,6 +67,8 @@ def serve(args: WriterArguments, pipe: Connection) -> None:
             return
         try:
             if group is None:
+                for name in filter(None, args.modules.split(",") if todo.folder.scheme else ()):
+                    import_module(name)
                 store = TCPStore(args.host, args.port, is_master=False, timeout=timedelta(minutes=5))
                 dist.init_process_group(
                     "gloo", store=store, timeout=CHECKPOINT_TIMEOUT, rank=args.rank, world_size=args.world_size

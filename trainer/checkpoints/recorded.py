@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from converters.common.box import Box
@@ -12,6 +11,7 @@ from converters.common.errors import CheckpointError
 from converters.common.names import DATALOADER, OPTIMIZER, TRAIN_STATE, section_of
 from converters.engine.read import CatalogReader
 from converters.source.open import open_checkpoint
+from converters.store.location import Location
 from converters.training.optimizer_state import is_number
 from trainer.data.position import STREAMS
 
@@ -29,13 +29,13 @@ class Recorded:
     `left_batch`: samples of its steps, if known, if its progress is not loaded.
     """
 
-    path: Path
+    path: Location
     settings: Mapping[str, Any]
     is_partial: bool
     left_batch: int | None = None
 
 
-def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
+def first_recorded(paths: Iterable[Location], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
     """The record of the first checkpoint that is whole, as far as its small files say; None if there is none.
 
     Loading finds what else is wrong, and says why a checkpoint is not used.
@@ -46,7 +46,7 @@ def first_recorded(paths: Iterable[Path], *, excluded: Collection[str], seq_len:
     return None
 
 
-def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -> Recorded:
+def read_recorded(path: Location, *, excluded: Collection[str] = (), seq_len: int) -> Recorded:
     """The record of a checkpoint. `seq_len`: that of the config, for streamed data.
 
     Without the progress of the run (`excluded`), a new one begins, of which only the optimizer's settings count.
@@ -81,14 +81,14 @@ def read_recorded(path: Path, *, excluded: Collection[str] = (), seq_len: int) -
         return Recorded(path, implied if has_data else _without_data(implied), is_partial=True)
 
 
-def _parsed(path: Path, text: str) -> dict[str, Any]:
+def _parsed(path: Location, text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except ValueError as error:
         raise CheckpointError(f"{path}: {SETTINGS} is damaged: {error}") from None
 
 
-def read_data_position(path: Path) -> dict[str, Any]:
+def read_data_position(path: Location) -> dict[str, Any]:
     """The data loader's state in a checkpoint of titan; empty if it has none that is plain."""
     catalog, state = open_checkpoint(path), dict[str, Any]()
     with CatalogReader(catalog) as reader:

@@ -1,7 +1,6 @@
 """Checkpoints that a run cannot resume or start from, as far as their small files say. Torch-free."""
 
 from collections.abc import Collection
-from pathlib import Path
 
 from converters.common.errors import CheckpointError
 from converters.common.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, section_of
@@ -11,6 +10,8 @@ from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, describes_model, read_model_info
 from converters.source.open import open_checkpoint
 from converters.source.weights import naming_of, open_native
+from converters.store.base import open_store
+from converters.store.location import Location
 from converters.store.manifest import check_files, check_sizes
 from converters.views.catalog import Catalog
 from trainer.config.sections import Config
@@ -19,26 +20,28 @@ from trainer.job.chosen_model import refuse_other_model, selected_by_setting
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 
 
-def has_intact_small_files(path: Path) -> bool:
+def has_intact_small_files(place: Location) -> bool:
     """Whether a step's files but those of tensors have the CRC32s of its manifest. Loading reports a step that has not,
     and takes the one before.
     """
-    manifest = check_sizes(path)
+    store, _ = open_store(place)
+    manifest = check_sizes(store)
     small = [] if manifest is None else [name for name in manifest.files if not DCP.is_data(name)]
-    return manifest is not None and not check_files(path, small, manifest=manifest)
+    return manifest is not None and not check_files(store, small, manifest=manifest)
 
 
-def refuse_unfit_step(path: Path, info: ModelInfo, config: Config) -> None:
+def refuse_unfit_step(place: Location, info: ModelInfo, config: Config) -> None:
     """Raise CheckpointError if a step has another model or other dtypes than the config, or lacks a section."""
-    catalog, excluded = open_checkpoint(path), config.checkpoint.exclude_from_loading
-    refuse_not_resumable(catalog, path, info=info, excluded=excluded)
-    if describes_model(path):
-        refuse_other_model(read_model_info(path, catalog), info, path)
-    _refuse_other_dtypes(catalog, path, info, config)
+    catalog, excluded = open_checkpoint(place), config.checkpoint.exclude_from_loading
+    refuse_not_resumable(catalog, info=info, excluded=excluded)
+    if describes_model(catalog.root):
+        refuse_other_model(read_model_info(catalog.root, catalog), info, place)
+    _refuse_other_dtypes(catalog, info, config)
 
 
-def _refuse_other_dtypes(catalog: Catalog, path: Path, info: ModelInfo, config: Config) -> None:
+def _refuse_other_dtypes(catalog: Catalog, info: ModelInfo, config: Config) -> None:
     """Raise CheckpointError if no weight, or no moment, has the dtype that the run keeps it in."""
+    path = catalog.place
     trained = [p.fqn for p in get_family(info.family).parameters(info.args) if p.is_trained]
     moments = [f"{OPTIMIZER}.state.{fqn}.exp_avg" for fqn in trained]
     state_dtype = config.optimizer.state_dtype or config.training.dtype
@@ -58,14 +61,15 @@ def _refuse_other_dtypes(catalog: Catalog, path: Path, info: ModelInfo, config: 
             )
 
 
-def refuse_other_weights(path: Path, *, info: ModelInfo, select: str | None) -> None:
+def refuse_other_weights(place: Location, *, info: ModelInfo, select: str | None) -> None:
     """Raise CheckpointError if the weights of a checkpoint are those of another model."""
-    with selected_by_setting(), open_native(path, select=select, otherwise=info) as weights:
-        refuse_other_model(weights.info, info, path)
+    with selected_by_setting(), open_native(place, select=select, otherwise=info) as weights:
+        refuse_other_model(weights.info, info, place)
 
 
-def refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
+def refuse_not_resumable(catalog: Catalog, *, info: ModelInfo, excluded: Collection[str]) -> None:
     """Raise CheckpointError if this kind of checkpoint cannot provide a section that is not excluded."""
+    path = catalog.place
     if not CONTAINERS[catalog.container].keeps_state:
         raise CheckpointError(
             f"{path} holds only weights ({catalog.container}); initial_load_model_only = false needs the whole state",

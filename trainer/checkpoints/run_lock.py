@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from converters.common.errors import CheckpointError
 from converters.common.names import RUN_LOCK
+from converters.store.base import is_present
 from converters.store.location import Place, locate
 from converters.store.output import Locked
 from converters.store.outputs import outputs_at
@@ -36,7 +37,6 @@ def only_run(folder: Place, *, patience_secs: float = 3) -> Iterator[None]:
 
 def refuse_other_run(folder: Place) -> None:
     """Raise CheckpointError, as `only_run` does, while another run holds the lock of a folder. Creates nothing."""
-    location = locate(folder)
-    if RUN_LOCK in outputs_at(location).names(location):
+    if is_present(locate(folder) / RUN_LOCK):
         with only_run(folder):
             pass

@@ -2,7 +2,6 @@
 
 import socket
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,9 +9,9 @@ from functools import partial
 import torch.distributed as dist
 
 from converters.common.errors import CheckpointError, list_offenders
-from converters.store.base import read_bytes
+from converters.store.base import is_present, read_bytes
 from converters.store.location import Location, Place, locate
-from converters.store.output import Output, Outputs
+from converters.store.output import Output
 from converters.store.outputs import outputs_at
 from trainer.ranks.agree import on_each, on_first
 
@@ -26,11 +25,12 @@ def require_shared(folder: Place, group: dist.ProcessGroup) -> None:
     """Raise CheckpointError, on all ranks, unless every rank reads what rank 0 writes to `folder`, and rank 0 finds
     what they write beside it. The folder must exist on rank 0. Nothing is left behind.
     """
-    location, identifier = locate(folder), on_first(group, lambda: uuid.uuid4().hex)
+    location = locate(folder)
     outputs, inside = outputs_at(location), location / _TOKEN
+    identifier = on_first(group, lambda: outputs.prepare(inside))
     output = outputs.shared(inside, identifier, marker="")
     try:
-        on_first(group, lambda: _make_token(outputs, inside, identifier, output))
+        on_first(group, lambda: _create(output, _TOKEN))
         problems = on_each(group, lambda: _visit(output, group.rank()))
         visited = [rank for rank, problem in enumerate(problems) if not problem]
         for lost in on_first(group, lambda: _missing(output, visited)):
@@ -45,15 +45,14 @@ def require_shared(folder: Place, group: dist.ProcessGroup) -> None:
 def require_seen(path: Place, group: dist.ProcessGroup) -> None:
     """Raise CheckpointError, on all ranks, if rank 0 sees a checkpoint and another rank does not. Writes nothing."""
     location = locate(path)
-    exists = partial(outputs_at(location).is_present, location)
+    exists = partial(is_present, location)
     if on_first(group, exists):
         problems = on_each(group, lambda: "" if _comes_true(exists) else "does not see it")
         _refuse(f"{path} is not seen by all nodes", problems, location, group)
 
 
-def _make_token(outputs: Outputs, inside: Location, identifier: str, output: Output) -> None:
-    outputs.prepare(inside, identifier)
-    with output.create(_TOKEN):
+def _create(output: Output, name: str) -> None:
+    with output.create(name):
         pass
 
 
@@ -63,8 +62,7 @@ def _visit(output: Output, rank: int) -> str:
         return "does not see what rank 0 writes there"
     try:
         read_bytes(output.store, _TOKEN)
-        with output.create(str(rank)):
-            pass
+        _create(output, str(rank))
     except OSError as error:
         return f"cannot read and write there: {error.strerror}"
     except CheckpointError as error:

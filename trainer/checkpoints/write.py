@@ -4,7 +4,6 @@ Stock `dcp.save` writes into a temporary sibling folder; the manifest is written
 """
 
 import socket
-import uuid
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from converters.common.collector import collector_paused
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError
 from converters.common.names import ASSETS_FOLDER, DCP_METADATA
-from converters.containers.dcp import read_catalog
+from converters.containers.dcp import read_complete
 from converters.engine.read import CatalogReader
 from converters.model.model_info import ModelInfo, write_model_info
 from converters.store.digest import TensorDigest, has_whole_rows
@@ -81,9 +80,9 @@ def write_step(
     """
     # replicated tensors are written once, all by the lowest rank
     planner = planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    location, identifier = locate(destination), on_first(group, lambda: uuid.uuid4().hex[:12])
+    location = locate(destination)
     outputs = outputs_at(location)
-    on_first(group, lambda: outputs.prepare(location, identifier))
+    identifier = on_first(group, lambda: outputs.prepare(location))
     output = outputs.shared(location, identifier, marker=DCP_METADATA)
     try:
         writer = CheckpointWriter(output, rank=group.rank())
@@ -98,7 +97,6 @@ def write_step(
         def complete() -> None:
             write_model_info(output.folder, info)
             write_assets(output.folder / ASSETS_FOLDER, info.assets, info.generation)
-            output.add_small_files()
             write_manifest(output, tensors=tensors, files=files)
             output.commit(overwrite=True)
 
@@ -115,7 +113,7 @@ def _digest(output: Output, writer: CheckpointWriter, *, group: dist.ProcessGrou
 
     def open_output() -> tuple[str, list[str]]:
         with collector_paused():
-            opened.append(require_cover(read_catalog(output.store)))
+            opened.append(require_cover(read_complete(output.store)))
         return socket.gethostname(), [*writer.files]
 
     # All ranks agree on the outcome; otherwise one that fails would leave the others waiting

@@ -17,6 +17,7 @@ from converters.common.extensions import ExtensionError, where_defined
 
 # Where imported modules and their neighbours are: a folder, or a file. What titan and Python have within is not theirs
 _imported: set[Path] = set()
+imported_modules: list[str] = []  # their names, by which a process with the same import path imports them
 _TITAN = Path(__file__).resolve().parents[2]
 _NOT_THEIRS = [_TITAN / name for name in ("converters", "trainer", "titan_tools")] + [
     Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -61,6 +62,7 @@ def import_custom(name: str, *, setting: str = "experimental.custom_import = {na
         # without a line of theirs, the module was not found
         kind = ExtensionError if where else ConfigError
         raise kind(f"{label} cannot be imported: {what}{where}", hint=hint) from error
+    imported_modules.append(module)
     origin = Path(imported.__file__ or next(iter(imported.__path__))).resolve()
     if is_path and path.resolve() not in (origin, *origin.parents):
         raise ConfigError(

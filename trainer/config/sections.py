@@ -16,7 +16,8 @@ from trainer.config.types import Number, Pattern, describe, fit
 Count = Annotated[int, Number(low=0)]
 Positive = Annotated[int, Number(low=1)]
 SeqLen = Annotated[int, Number(low=1, high=2**27)]  # far beyond any model: a typo is an error, not an allocation
-Folder = Annotated[str, Pattern(r".*\S.*", "a folder, not an empty string")]
+Folder = Annotated[str, Pattern(r"(?![a-z][a-z0-9+.-]*://).*\S.*", "a folder, not an empty string or a URI")]
+FolderOrURI = Annotated[str, Pattern(r".*\S.*", "a folder, not an empty string")]
 SECTION = "section"  # in a field's metadata: the TOML name of a nested section
 Weighted = tuple[Folder, Annotated[float, Number(above=0)]]  # a path, and its share of the samples
 AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 means all
@@ -232,8 +233,8 @@ class Parallelism:
 class Checkpoint:
     enable: bool = False
     """Save and load checkpoints."""
-    folder: Folder = "checkpoint"
-    """Folder of the checkpoints, under job.dump_folder."""
+    folder: FolderOrURI = "checkpoint"
+    """Folder of the checkpoints, under job.dump_folder, or a URI whose scheme a module of your own registers."""
     interval: Positive = 500
     """Steps between two checkpoints."""
     initial_load_path: str | None = None

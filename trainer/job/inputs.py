@@ -17,9 +17,10 @@ from converters.common.names import DATALOADER
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
-from converters.store.commit import require_space
+from converters.store.location import Location
+from converters.store.outputs import require_space
 from trainer.checkpoints.export_plan import export_folders, look_at_exports
-from trainer.checkpoints.problems import bytes_of_state, initial_path, is_saving
+from trainer.checkpoints.problems import bytes_of_state, checkpoint_folder, initial_path, is_saving
 from trainer.checkpoints.recorded import first_recorded, read_data_position
 from trainer.checkpoints.resumable import has_intact_small_files, refuse_not_resumable, refuse_unfit_step
 from trainer.checkpoints.run_lock import refuse_other_run
@@ -55,7 +56,7 @@ class Checked:
     """A run that nothing was found against, but what is listed."""
 
     job: Job  # with what a resumed run keeps of its checkpoint
-    resumes_from: Path | None = None
+    resumes_from: Location | None = None
     too_large: TitanError | None = None  # for the memory of this machine
     not_here: list[TitanError] = field(default_factory=list)  # what else this machine lacks
     open_points: list[str] = field(default_factory=list)  # what could not be checked
@@ -134,7 +135,7 @@ def _machine_checks(job: Job, device: Device | None) -> Iterator[_Check]:
 
     def disk() -> None:
         num_bytes = bytes_of_state(job.num_parameters, itemsize(config.training.dtype))
-        require_space(Path(config.job.dump_folder) / config.checkpoint.folder, num_bytes)
+        require_space(checkpoint_folder(config), num_bytes)
 
     def hardware() -> str:
         try:
@@ -157,8 +158,8 @@ def _check_folders(job: Job) -> None:
     try_dump_folder(dump_folder)
     check_config_file(config)
     if is_saving(config.checkpoint):
-        refuse_foreign(dump_folder / config.checkpoint.folder)
-        refuse_other_run(dump_folder / config.checkpoint.folder)
+        refuse_foreign(checkpoint_folder(config))
+        refuse_other_run(checkpoint_folder(config))
 
 
 def _check_tokenizer(inputs: _Inputs) -> None:
@@ -171,10 +172,10 @@ def _check_exports(inputs: _Inputs) -> None:
     look_at_exports(folders, inputs.info, dtype=config.checkpoint.export_dtype)
 
 
-def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Path | None]:
+def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Location | None]:
     """The job, with what it keeps of the checkpoint that it goes on from, and its path; None if the run is new."""
     config, settings = job.config, job.config.checkpoint
-    folder, initial = Path(config.job.dump_folder) / settings.folder, initial_path(settings, config.model)
+    folder, initial = checkpoint_folder(config), initial_path(settings, config.model)
     if settings.enable and steps_aside(folder):  # of a killed save, which the run puts back first
         return job, None
     steps = steps_to_load(folder, list_steps(folder), settings.load_step) if settings.enable else []
@@ -196,9 +197,9 @@ def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Path | None]:
             if settings.initial_load_model_only:
                 refuse_other_form(weights, initial, settings)
             else:
-                path = initial.path
-                refuse_not_resumable(open_checkpoint(path, select=select), path, info=wanted, excluded=excluded)
-                whole = [path]
+                catalog = open_checkpoint(initial, select=select)
+                refuse_not_resumable(catalog, info=wanted, excluded=excluded)
+                whole = [initial]
     if whole and DATALOADER not in excluded:
         position: dict[str, Any] = {}
         with suppress(CheckpointError):  # a damaged file: loading takes the step before

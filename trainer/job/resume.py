@@ -7,12 +7,12 @@ checkpoint (`train_state.settings`) and compared.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from converters.common.errors import CheckpointError, ConfigError
 from converters.common.names import OPTIMIZER
 from converters.model.model_info import ModelInfo
+from converters.store.location import Location
 from converters.tokenizers.reader import READER_VERSION, implied_class
 from trainer.checkpoints.recorded import BATCH, NUM_STREAMS, OPTIMIZER_KIND, Recorded
 from trainer.config.load import origins
@@ -115,7 +115,7 @@ def say_changes(recorded: Recorded, settings: Mapping[str, Any]) -> None:
             note(f"changed since {recorded.path.name}: {key} = {_shown(now)}, was {_shown(was[key])}")
 
 
-def refuse_other_job(job: Job, built: Job, path: Path) -> None:
+def refuse_other_job(job: Job, built: Job, path: Location) -> None:
     """Raise CheckpointError if a checkpoint keeps another batch than that of the damaged one that was looked at."""
     if job.config.training != built.config.training:
         raise CheckpointError(

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from converters.common.names import METRICS_FILE
-from trainer.checkpoints.problems import is_saving
+from converters.store.location import Location
+from trainer.checkpoints.problems import checkpoint_folder, is_saving
 from trainer.config.sections import Config
 from trainer.job.inputs import Checked
 from trainer.job.record import Job
@@ -57,8 +58,8 @@ def _precision(config: Config) -> str:
     return float8 + compute + (f", weights in {weights}" if weights != compute else "")
 
 
-def _checkpoints(config: Config, resumes_from: Path | None) -> str:
-    settings, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
+def _checkpoints(config: Config, resumes_from: Location | None) -> str:
+    settings, folder = config.checkpoint, checkpoint_folder(config)
     if not settings.enable:
         return "none: checkpoint.enable is false"
     how = f"every {settings.interval:,} steps" if is_saving(settings) else "only loaded"

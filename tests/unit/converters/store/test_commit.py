@@ -15,10 +15,11 @@ from converters.store.commit import (
     check_destination,
     find_complete,
     new_staging,
-    require_space,
     staged,
     sweep_staging,
 )
+from converters.store.location import locate
+from converters.store.outputs import require_space
 
 
 def names(folder: Path) -> list[str]:
@@ -239,19 +240,19 @@ def test_what_killed_writers_left_is_swept(tmp_path):
 
 
 def test_space_is_asked_for_first(tmp_path):
-    require_space(tmp_path / "not/there/yet", 1)
+    require_space(locate(tmp_path) / "not/there/yet", 1)
     with pytest.raises(CheckpointError, match="are free on that disk"):
-        require_space(tmp_path / "not/there/yet", 1 << 60)
+        require_space(locate(tmp_path) / "not/there/yet", 1 << 60)
 
 
 def test_room_is_reported_in_fitting_units(tmp_path, monkeypatch):
     usage = committing.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=2048))
     with pytest.raises(CheckpointError, match=r"needs 1.5 MiB, 2.0 KiB are free on that disk"):
-        require_space(tmp_path / "out", 1536 * 1024)
+        require_space(locate(tmp_path) / "out", 1536 * 1024)
 
 
 def test_a_file_holds_no_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file is not a folder"):
-        require_space(tmp_path / "file" / "out", 1)
+        require_space(locate(tmp_path) / "file" / "out", 1)

@@ -1,5 +1,7 @@
 """Checkpoints in an object store: the same as in a folder, written in order, and whole only with their marker."""
 
+import json
+
 import pytest
 
 import converters.engine.units as units
@@ -39,11 +41,14 @@ def llama(tmp_path_factory):
 
 @pytest.fixture
 def puts(monkeypatch):
-    """The keys of objects in the order in which they appear."""
+    """The keys of objects, but for the index, in the order in which they appear."""
     keys, put = [], pretend_store.Objects.put
-    monkeypatch.setattr(
-        pretend_store.Objects, "put", lambda self, key, upload: (keys.append(key), put(self, key, upload))
-    )
+
+    def recorded(objects, key, upload):
+        keys.extend([key] if not key.endswith(pretend_store.INDEX) else [])
+        put(objects, key, upload)
+
+    monkeypatch.setattr(pretend_store.Objects, "put", recorded)
     return keys
 
 
@@ -129,6 +134,17 @@ def test_overwriting_needs_to_be_asked_for(llama, place):
     assert open_checkpoint(place / "x").container == "safetensors"
 
 
+def test_a_change_is_accepted(llama, place):
+    convert(llama, place / "x", to="hf")
+    key = f"{pretend_store.key_of(place)}/x/config.json"
+    config = pretend_store.Objects().read_json(key)
+    pretend_store.Objects().put_bytes(key, json.dumps(config | {"initializer_range": 0.5}).encode())
+    assert not verify(place / "x").ok
+    report = verify(place / "x", accept=True)
+    assert report.ok and report.changes.files.keys() == {"config.json"} and not report.changes.tensors
+    assert verify(place / "x").ok and open_checkpoint(place / "x").manifest.accepted
+
+
 def test_torchtune_needs_a_path(llama, place):
     with pytest.raises(UnsupportedError, match="is not a path on this machine"):
         convert(llama, place / "x", to="torchtune")
@@ -145,7 +161,7 @@ def test_what_lacks_a_function_is_not_registered(place):
 
         def check(self, location, **options): ...
 
-    with pytest.raises(ExtensionError, match=r"what makes the outputs of half:// has no require_space and no "):
+    with pytest.raises(ExtensionError, match=r"what makes the outputs of half:// has no free_bytes and no "):
         register_outputs("half", Half())
 
 

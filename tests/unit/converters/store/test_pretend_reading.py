@@ -21,7 +21,7 @@ from converters.verify import verify
 from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
-from tests.pretend_store import Objects, key_of
+from tests.pretend_store import LAG, Objects, key_of
 from tests.uploaded import upload
 
 pytestmark = pytest.mark.parametrize("store", ["pretend"], indirect=True)
@@ -141,16 +141,14 @@ def test_a_replaced_object_is_another_source(llama, tmp_path):
     assert identities()[0] not in (first[0], second[0])
 
 
-def test_a_list_that_lags_hides_no_data(llama, tmp_path, monkeypatch):
+def test_a_list_that_lags_hides_no_file_of_a_whole_checkpoint(llama, tmp_path, monkeypatch):
     convert(llama, tmp_path / "dcp", to="dcp", options=OutputOptions(shard_bytes=40_000))
+    monkeypatch.setenv(LAG, "1000")
     location = upload(tmp_path / "dcp")
-    data = {f"{key_of(location)}/{path.name}" for path in (tmp_path / "dcp").glob("*.distcp")}
-    assert len(data) > 2
-    monkeypatch.setattr(Objects, "not_listed", data)
-    assert verify(location).ok
-    monkeypatch.setattr(Objects, "not_listed", {f"{key_of(location)}/{DCP_METADATA}"})
-    with pytest.raises(CheckpointError, match="DCP data without .metadata"):
-        open_checkpoint(location)
+    assert len(open_checkpoint(location).tensor_files) > 2 and verify(location).ok
+    (tmp_path / "dcp" / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="no such object"):
+        open_checkpoint(upload(tmp_path / "dcp"))
 
 
 def test_commands_take_a_uri_as_it_was_typed(llama, titan, tmp_path):
@@ -164,11 +162,18 @@ def test_commands_take_a_uri_as_it_was_typed(llama, titan, tmp_path):
     assert titan("diff", location, tmp_path / "out").returncode == 0
     options = ("--prompt", "a", "--max-new-tokens", "3", "--dtype", "float32")
     assert titan("infer", location, *options).stdout == titan("infer", llama, *options).stdout
+    prepare = ("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "index", "--tokenizer")
+    (tmp_path / "text.txt").write_text("A text of a few words.\n" * 200)
+    indexes = [titan(*prepare, place, "--overwrite", "--json").stdout for place in (llama, location)]
+    assert len({json.dumps(json.loads(index) | {"secs": 0, "tokenizer": ""}) for index in indexes}) == 1
     for words, message in {
         ("inspect", "s3://bucket/step-1"): "s3://bucket/step-1: s3:// cannot be read",
         ("inspect", "pretend://bucket/none"): "pretend://bucket/none: no such",
-        ("verify", location, "--accept"): f"{location}: is not a path on this machine",
         ("inspect", location, "--plot", "run.png"): f"{location}: is not a path on this machine",
+        ("inspect", tmp_path, location, "--plot", "run.png"): f"{location}: is not a path on this machine",
+        ("download", "a/b", location): f"{location}: is not a path on this machine",
+        ("data", "prepare", location): f"{location}: is not a path on this machine",
+        ("data", "prepare", "--out", location): f"{location}: is not a path on this machine",
         ("convert", "hf-to-dcp", f"{location}/", location): f"{location} is the source itself",
     }.items():
         done = titan(*words)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from converters.common.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
 from converters.model.model_info import ModelInfo
+from converters.store.location import locate
 from converters.store.manifest import check_files
 from trainer.checkpoints import staging as checkpoint_staging
 from trainer.checkpoints.checkpoints import Checkpoints
@@ -136,7 +137,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_unless_pinned_memory_was_
 
 
 def test_numbers_too_large_for_the_export_dtype_are_refused(tmp_path, group):
-    checkpoints = Checkpoints(tmp_path, Checkpoint(export_dtype="float16"), INFO, group=group)
+    checkpoints = Checkpoints(locate(tmp_path), Checkpoint(export_dtype="float16"), INFO, group=group)
     with pytest.raises(CheckpointError, match=r"too large .* 'float16':\n  b$"):
         checkpoints._cast({"a": torch.tensor([1.0, float("inf")]), "b": torch.tensor([1e6])})
     assert checkpoints._cast({"a": torch.tensor([1.5])})["a"].dtype == torch.float16

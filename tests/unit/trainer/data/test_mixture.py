@@ -166,7 +166,7 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
     typed = load_config(path, ["--training.dataset_mix", '[["a", 1]]', "--training.dataloader.pin_memory"])
     assert typed.training.dataset_mix == (("a", 1.0),) and typed.dataloader.pin_memory
     for wrong in ('[["a"]]', '[["a", 0]]', '[["a", -1.0]]', '["a", 0.7]', '[["a", 0.5, 3]]', '[["", 1]]', "a:0.7"):
-        with pytest.raises(ConfigError, match="a list of 2: a folder, not an empty string, then a number > 0"):
+        with pytest.raises(ConfigError, match="a list of 2: a folder, not an empty string or a URI, then a number > 0"):
             load_config(path, ["--training.dataset_mix", wrong])
 
 

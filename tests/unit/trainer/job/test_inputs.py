@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from converters.common.errors import CheckpointError, ConfigError, DataError
+from converters.store.location import locate
 from tests.dist.runs import make_data
 from titan_tools.launch import training
 from trainer.checkpoints.recorded import BATCH, Recorded
@@ -112,11 +113,11 @@ def test_a_checkpoint_that_cannot_be_resumed_from(titan, folder, monkeypatch):
     weights_only = ("--checkpoint.exclude_from_loading", "optimizer,lr_scheduler,dataloader,train_state")
     with pytest.raises(CheckpointError, match="has another model than the config"):
         check_run(_job(*weights_only, "--model.flavor", "debugmodel"), HOST_CPU)
-    assert check_run(_job(*weights_only), HOST_CPU).resumes_from == OWN / "step-5"
+    assert check_run(_job(*weights_only), HOST_CPU).resumes_from == locate(OWN / "step-5")
     with pytest.raises(CheckpointError, match="weights in float32, and the run keeps them in bfloat16"):
         check_run(_job(*weights_only, "--training.dtype", "bfloat16"), HOST_CPU)
 
-    recorded = Recorded(OWN / "step-5", {BATCH: 12}, is_partial=False)
+    recorded = Recorded(locate(OWN / "step-5"), {BATCH: 12}, is_partial=False)
     monkeypatch.setattr(inputs, "first_recorded", lambda *_, **__: recorded)
     free = (*weights_only, "--training.global_batch_size", "-1")
     with pytest.raises(ConfigError, match="the run had 12 samples per step up to step-5"):
@@ -143,7 +144,7 @@ def test_another_order_of_the_data(titan, monkeypatch):
     samples = SourceSamples(source, TRAIN, seq_len=256, seed=42)
     state = {"version": 1, "fingerprint": samples.fingerprint_of(samples.cut), "seed": 42, "consumed_samples": 8}
     monkeypatch.setattr(inputs, "read_data_position", lambda path: state)
-    assert check_run(_job(), HOST_CPU).resumes_from == OWN / "step-5"
+    assert check_run(_job(), HOST_CPU).resumes_from == locate(OWN / "step-5")
     for words, message in {
         ("--debug.seed", "7"): "begun with seed 42",
         ("--training.seq_len", "128"): "seq_len 256",
