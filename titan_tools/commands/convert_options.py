@@ -159,6 +159,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Plan and check everything, print what it needs; write nothing.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST once the new one is complete.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Replace DST once the new one is complete; in a store, the old one is removed first."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 DEFAULT_WORKERS = 2  # converters.engine.copy's, which `titan --help` must not import; a test compares them

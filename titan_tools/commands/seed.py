@@ -18,7 +18,12 @@ def seed(
     ],
     out: Annotated[Location, typer.Argument(help="The folder to create.", metavar="OUT", parser=locate)],
     workers: Workers = DEFAULT_WORKERS,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace OUT once the new one is complete; in a store, the old one is removed first."
+        ),
+    ] = False,
     ignore_memory: Annotated[
         bool,
         typer.Option("--ignore-memory", help="Start even if the values drawn at a time exceed the available memory."),

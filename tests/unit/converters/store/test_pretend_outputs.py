@@ -1,8 +1,11 @@
 """Checkpoints in an object store: the same as in a folder, written in order, and whole only with their marker."""
 
 import json
+import shutil
+from contextlib import suppress
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import converters.engine.units as units
 from converters.common.errors import CheckpointError, UnsupportedError
@@ -143,6 +146,58 @@ def test_a_change_is_accepted(llama, place):
     report = verify(place / "x", accept=True)
     assert report.ok and report.changes.files.keys() == {"config.json"} and not report.changes.tensors
     assert verify(place / "x").ok and open_checkpoint(place / "x").manifest.accepted
+
+
+@pytest.mark.parametrize("lag", [0, pretend_store.FOREVER])
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_kill_while_replacing_leaves_the_old_the_new_or_none(llama, place, tmp_path, monkeypatch, lag, to):
+    """At each change of the store: what opens has every value of one of them, and verifies."""
+    monkeypatch.setenv(pretend_store.LAG, str(lag))
+    other = shutil.copytree(llama, tmp_path / "other")
+    weights = load_file(llama / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
+
+    def write(source, shard_bytes):
+        convert(source, place / "x", to=to, options=OutputOptions(shard_bytes=shard_bytes), overwrite=True)
+        return read_all(open_checkpoint(place / "x"))
+
+    whole = [write(other, 30_000), write(llama, 50_000)]
+    assert whole[0] != whole[1]
+    for number in range(0, 1000, 9 if lag else 1):
+        write(other, 30_000)
+        with monkeypatch.context() as patched:
+            store_that_dies(patched, after=number)
+            with suppress(Killed):
+                write(llama, 50_000)
+                break
+        try:
+            found = read_all(open_checkpoint(place / "x"))
+        except CheckpointError:
+            continue
+        assert found in whole and verify(place / "x").ok and open_checkpoint(place / "x").manifest, number
+    assert number > 10
+    assert read_all(open_checkpoint(place / "x")) == whole[1] and verify(place / "x").ok
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def store_that_dies(monkeypatch, *, after):
+    """Only `after` changes of the store happen; the next one, and all that clean up after it, do not."""
+    left = [after]
+
+    def dying(change):
+        def changed(objects, key, *data):
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            change(objects, key, *data)
+
+        return changed
+
+    for name in ("put", "delete"):
+        monkeypatch.setattr(pretend_store.Objects, name, dying(getattr(pretend_store.Objects, name)))
 
 
 def test_torchtune_needs_a_path(llama, place):
