@@ -22,7 +22,7 @@ from converters.diff import DiffReport
 from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.families import hf_config, llama
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs
 from converters.families.base import Family, Naming
 from converters.families.blocks import (
     Block,
@@ -61,7 +61,8 @@ from converters.views.catalog import Catalog, Chunk, TensorEntry
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
-    "Family", "ModelArgs", "Block", "GroupedQuery", "Latent", "Dense", "Experts", "Norm", "Rope", "Temperature", "Ends",
+    "Family", "ModelArgs", "DecoderArgs",
+    "Block", "GroupedQuery", "Latent", "Dense", "Experts", "Norm", "Rope", "Temperature", "Ends",
     "RopeScaling", "LinearRope", "DynamicRope", "YarnRope", "rope_of", "dense_block",
     "Parameter", "Role", "parameters_of", "layer_parameters", "with_ends",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",

@@ -18,6 +18,7 @@ from converters.conversion.records import RUN, Execution, Needs, Request, Run
 from converters.conversion.remarks import describe_dtypes, describe_quantized
 from converters.conversion.steps import take_steps
 from converters.conversion.trained_by import TRAINED_BY
+from converters.families.args import describe_size
 from converters.formats.registry import usual_format
 from converters.integrity.source_check import unchecked_remark
 from converters.model.mtp import check_repeats, describe_mtp
@@ -154,7 +155,7 @@ def _report(
         source_format=f"{catalog.container}, {weights.naming} names",
         selected=catalog.place_of_selected,
         to=request.output.name,
-        model=f"{info.family}, {info.args.num_layers} layers, dim {info.args.dim}",
+        model=f"{info.family}, {describe_size(info.args)}",
         num_tensors=len(target.tensors),
         num_files=len(target.file_bytes),
         num_bytes=target.total_bytes,

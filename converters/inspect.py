@@ -12,7 +12,7 @@ from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.fold import TensorLine, fold_lines
 from converters.common.names import OPTIMIZER
 from converters.engine.read import CatalogReader
-from converters.families.args import args_to_json
+from converters.families.args import DecoderArgs, args_to_json
 from converters.families.base import Naming
 from converters.families.blocks import Experts, GroupedQuery
 from converters.families.parameters import Role
@@ -176,8 +176,8 @@ def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]
     features = {
         "q/k norms": has_head_norms,
         "attention sinks": get_family(info.family).has_role(Role.SINK, info.args),
-        "attention biases": info.args.attention_bias,
-        "mlp biases": info.args.mlp_bias,
+        "attention biases": isinstance(info.args, DecoderArgs) and info.args.attention_bias,
+        "mlp biases": isinstance(info.args, DecoderArgs) and info.args.mlp_bias,
     }
     return (*experts, *additions, *(part for part, is_there in features.items() if is_there))
 

@@ -17,7 +17,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from converters.common.collector import collector_paused
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.layout.mesh_shape import MeshShape
 from titan_tools.memory.trace.events import Trace
 from trainer.build import build
@@ -119,7 +119,7 @@ def held_by_trace(trace: Trace) -> Held:
     return Held(sorted(before.elements(), reverse=True), asked)
 
 
-def held_by_step(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps: int = 2) -> Held:
+def held_by_step(config: Config, args: DecoderArgs, dims: MeshShape, *, num_steps: int = 2) -> Held:
     """The same of real memory, of this rank of the default process group, without what kernels make room for."""
     calls = _without_kernels_own(profile_steps(config, args, dims, num_steps=num_steps))
     first = next(i for i, call in enumerate(calls) if call.is_within(_STEPS))
@@ -143,7 +143,7 @@ def held_by_step(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps:
     return Held(sorted(before.values(), reverse=True), asked)
 
 
-def held_by_fake_rank(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int, imbalance: int = 1) -> Held:
+def held_by_fake_rank(config: Config, args: DecoderArgs, dims: MeshShape, *, rank: int, imbalance: int = 1) -> Held:
     """Of a rank without peers: its collectives move nothing, and what it asks of a peer is answered with ones.
 
     Its experts receive from each rank `imbalance` times the rows that it sends there.
@@ -175,7 +175,7 @@ class Call:
         return any(name == operator for operator, _ in self.operators)
 
 
-def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps: int) -> list[Call]:
+def profile_steps(config: Config, args: DecoderArgs, dims: MeshShape, *, num_steps: int) -> list[Call]:
     """Build the rank in real memory, and take it through steps as trainer/train.py does."""
     training = config.training
     job = Job.of(config, args, dims)

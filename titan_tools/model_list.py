@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from converters.common.errors import UnsupportedError
+from converters.families.args import DecoderArgs, ModelArgs, args_to_json
 from converters.families.base import Family
 from converters.families.registry import all_families
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS
 from converters.quantized.quantization import SPELLINGS
-from trainer.models.registry import trained_families
+from trainer.models.registry import get_trainer_family, trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
 MODEL_COMMANDS = ("seed", "train", "infer", "estimate-memory")  # these need a model registered with the trainer
@@ -33,25 +34,34 @@ def _describe(family: Family) -> dict[str, Any]:
                 "flavor": flavor,
                 "parameters": family.num_parameters(args),
                 "active_parameters": family.num_active_parameters(args),
-                "layers": args.num_layers,
-                "dim": args.dim,
-                "heads": args.num_heads,
-                "kv_heads": args.num_kv_heads,
-                "head_dim": args.head_dim,
-                "ffn_hidden": args.ffn_hidden,
-                "vocab_size": args.vocab_size,
-                "max_seq_len": args.max_seq_len,
-                "tied": args.tied,
+                **_numbers(args),
             }
             for flavor, args in family.flavors.items()
         ],
     }
 
 
+def _numbers(args: ModelArgs) -> dict[str, Any]:
+    if not isinstance(args, DecoderArgs):
+        return args_to_json(args)
+    return {
+        "layers": args.num_layers,
+        "dim": args.dim,
+        "heads": args.num_heads,
+        "kv_heads": args.num_kv_heads,
+        "head_dim": args.head_dim,
+        "ffn_hidden": args.ffn_hidden,
+        "vocab_size": args.vocab_size,
+        "max_seq_len": args.max_seq_len,
+        "tied": args.tied,
+    }
+
+
 def _commands(family: Family) -> Iterator[str]:
     yield from BYTES_COMMANDS
     if family.name in trained_families():
-        yield from MODEL_COMMANDS
+        predicts_tokens = get_trainer_family(family.name).objective is None
+        yield from (command for command in MODEL_COMMANDS if command != "infer" or predicts_tokens)
 
 
 def _formats(family: Family) -> Iterator[str]:

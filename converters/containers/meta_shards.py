@@ -19,7 +19,7 @@ from converters.common.names import META_PARAMS, META_SHARD
 from converters.containers import torch_file
 from converters.containers.base import Container, Listing, name_some
 from converters.containers.sniff import refuse_foreign_files
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.parameters import EMBEDDING, OUTPUT, Parameter, Role
 from converters.families.registry import read_meta_params
 from converters.naming.meta_names import as_loaded, meta_parameters
@@ -218,7 +218,7 @@ def _join(
     return catalog
 
 
-def _model(store: Store, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[str, Parameter], set[str]]:
+def _model(store: Store, shard: Catalog, count: int) -> tuple[DecoderArgs, Mapping[str, Parameter], set[str]]:
     """Numbers and full shapes of params.json (the vocabulary's size may be that of the weights), and dropped names.
 
     Nothing else is taken from the weights: half of the shards would make a consistent half of a model.
@@ -262,7 +262,7 @@ def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | 
     return None
 
 
-def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: ModelArgs) -> int:
+def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: DecoderArgs) -> int:
     """Number of consecutive shards with the same key/value head, if there are fewer heads than shards; else 0.
 
     A shard has the queries of num_heads / count heads in a row, so the head that it needs is shard · heads // count.

@@ -10,6 +10,7 @@ from converters.containers.sniff import first_bytes, is_zip
 from converters.conversion.execute import check_places, execute
 from converters.conversion.records import Execution, Plan, Run, no_small_files
 from converters.conversion.remarks import describe_left_files, describe_lone_file, describe_tokenizer
+from converters.families.args import DecoderArgs
 from converters.formats.base import Format
 from converters.model.model_info import ModelInfo
 from converters.store.base import open_store
@@ -33,8 +34,10 @@ class FolderDestination:
 
     def remarks(self, catalog: Catalog, info: ModelInfo) -> list[str]:
         """What happens to the files that are not weights, if a user should know. `info`: of the output."""
-        is_meta, vocab_size = catalog.container == "meta", info.args.vocab_size
-        tokenizer = tokenizer_remark(info.assets, to=self.format.name, vocab_size=vocab_size, of_meta=is_meta)
+        is_meta, tokenizer = catalog.container == "meta", ""
+        if isinstance(info.args, DecoderArgs):
+            vocab_size = info.args.vocab_size
+            tokenizer = tokenizer_remark(info.assets, to=self.format.name, vocab_size=vocab_size, of_meta=is_meta)
         left_files = describe_left_files(catalog, info) if not catalog.is_lone_file else ""
         return [tokenizer, describe_tokenizer(info), *info.remarks, left_files]
 

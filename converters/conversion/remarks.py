@@ -17,6 +17,7 @@ from converters.common.names import (
 )
 from converters.containers.dcp import DCP
 from converters.containers.safetensors import SAFETENSORS
+from converters.families.args import DecoderArgs
 from converters.model.model_info import ModelInfo
 from converters.quantized.quantized_tensors import QuantizedTensors
 from converters.store.base import names_at
@@ -60,6 +61,8 @@ def _floating(tensors: Mapping[str, TensorInfo]) -> list[str]:
 
 def describe_tokenizer(info: ModelInfo) -> str:
     """What is wrong with the tokenizer: there is none, or it has more tokens than the model; "" if nothing."""
+    if not isinstance(info.args, DecoderArgs):
+        return ""
     name = next((name for name in TOKENIZERS if name in info.assets), None)
     if name is None:
         return f"no tokenizer: the source has none of {', '.join(TOKENIZERS)} (--model-from can add one)"

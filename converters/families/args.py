@@ -4,13 +4,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from converters.common.errors import UnsupportedError
 from converters.families.limits import FLAG, LENGTH, SIZE, Limits, limited
 from converters.families.rope import DynamicRope, Scaling
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """The numbers of a Llama-like decoder. Serialized as `args` in titan_model.json."""
+    """The numbers of a model, each a field of a family's own record. Serialized as `args` in titan_model.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderArgs(ModelArgs):
+    """The numbers of a decoder, which has layers of attention and feed-forward and predicts the next token."""
 
     dim: int = field(metadata=limited(SIZE, "hidden_size"))
     num_layers: int = field(metadata=limited(Limits(int, 1, 10_000), "num_hidden_layers", "n_layers"))
@@ -26,6 +32,30 @@ class ModelArgs:
     tied: bool = field(default=False, metadata=limited(FLAG, "tie_word_embeddings"))  # to the embedding
     attention_bias: bool = field(default=False, metadata=limited(FLAG))  # wq, wk, wv and wo have one
     mlp_bias: bool = field(default=False, metadata=limited(FLAG))  # w1, w2 and w3 have one
+
+
+def decoder_args(args: ModelArgs) -> DecoderArgs:
+    """The numbers of a decoder. Raises UnsupportedError for another model."""
+    if not isinstance(args, DecoderArgs):
+        raise UnsupportedError(f"models with {type(args).__name__} are no decoders, which alone are supported here")
+    return args
+
+
+def is_tied(args: ModelArgs) -> bool:
+    """Whether a model's output and embedding are one weight."""
+    return isinstance(args, DecoderArgs) and args.tied
+
+
+def num_layers(args: ModelArgs) -> int:
+    """Layers of a decoder; 0 for another model."""
+    return args.num_layers if isinstance(args, DecoderArgs) else 0
+
+
+def describe_size(args: ModelArgs) -> str:
+    """The numbers that tell the size of a model: all, if it is no decoder."""
+    if isinstance(args, DecoderArgs):
+        return f"{args.num_layers} layers, dim {args.dim}"
+    return ", ".join(f"{name} {value}" for name, value in args_to_json(args).items())
 
 
 # titan_model.json lists these numbers of one family for every family, after `tied`, with this value where the family's
@@ -56,7 +86,7 @@ def computed_numbers(args: ModelArgs) -> dict[str, Any]:
 def defining_numbers(args: ModelArgs) -> dict[str, Any]:
     """`computed_numbers` without max_seq_len, which only says how far a model may look, except to a dynamic RoPE."""
     numbers = computed_numbers(args)
-    if not isinstance(args.rope_scaling, DynamicRope):
+    if isinstance(args, DecoderArgs) and not isinstance(args.rope_scaling, DynamicRope):
         del numbers["max_seq_len"]
     return numbers
 

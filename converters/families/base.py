@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import UnsupportedError
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs, is_tied
 from converters.families.blocks import Block, Ends, Experts, dense_block, plain_ends
 from converters.families.foreign import MetaFormat, Multimodal, Release, TrainedOtherwise
 from converters.families.parameters import OUTPUT, Parameter, Role, unit_of, units_of
@@ -62,49 +62,53 @@ def _any_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, TensorInf
     return naming
 
 
+Args = Any  # numbers of the family's own `args_type`
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family. Instances are constants in `converters/families/<family>.py`, found through registry.py."""
+    """A model family. Instances are constants in `converters/families/<family>.py`, found through registry.py.
+
+    Only a decoder has blocks and ends.
+    """
 
     name: str
     flavors: Mapping[str, ModelArgs]
-    parameters: Callable[[ModelArgs], list[Parameter]]  # in model order; a tied output is not listed
+    parameters: Callable[[Args], list[Parameter]]  # in model order; a tied output is not listed
     namings: Mapping[str, Naming] = field(default_factory=dict)  # foreign ones
     args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs] = _no_args
-    hf_config: Callable[[ModelArgs], dict[str, Any]] = (
-        _no_hf_config  # without token ids and dtype, which the caller knows
-    )
+    hf_config: Callable[[Args], dict[str, Any]] = _no_hf_config  # without token ids and dtype, which the caller knows
     hf_architectures: tuple[str, ...] = ()  # config.json's `architectures` that this family reads
     meta: MetaFormat | None = None  # None: Meta's format has no such models
-    args_type: type[ModelArgs] = ModelArgs  # a subclass if the family has its own numbers, all with defaults
+    args_type: type[ModelArgs] = DecoderArgs  # a decoder's own numbers are a subclass of it, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them
     # Whether a model is of this family, where several share an architecture's name or Meta's format
-    claims: Callable[[ModelArgs], bool] = _any
+    claims: Callable[[Args], bool] = _any
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
-    block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
-    ends: Callable[[ModelArgs], Ends] = plain_ends
+    block: Callable[[Args, int], Block] = dense_block  # what the layer of that number computes
+    ends: Callable[[Args], Ends] = plain_ends
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
     # (numbers, beyond_original) → what torchtitan v0.2.2's model computes; None: it computes the published model
     as_torchtitan_trained: Callable[..., TrainedOtherwise] | None = None
-    problems: Callable[[ModelArgs], list[str]] = _no_problems  # what makes numbers impossible together
+    problems: Callable[[Args], list[str]] = _no_problems  # what makes numbers impossible together
     multimodal: Multimodal | None = None
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
-    naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
+    naming_for: Callable[[Naming, Args], Naming] = _same_naming
     # The naming of a checkpoint's tensors among those of the same names, where only shapes distinguish them
-    naming_by_shapes: Callable[[Naming, ModelArgs, Mapping[str, TensorInfo]], Naming] = _any_shapes
+    naming_by_shapes: Callable[[Naming, Args, Mapping[str, TensorInfo]], Naming] = _any_shapes
     release: Release | None = None
     quantized_as: tuple[str, ...] = ("fp8",)  # how such models are published, beside 16 bits (quantization.Scheme)
 
     def units(self, args: ModelArgs) -> list[str]:
         """Names of a model's units in order; a tied output is one without a parameter of its own."""
         units = units_of(self.parameters(args))
-        return [*units, unit_of(OUTPUT)] if args.tied else units
+        return [*units, unit_of(OUTPUT)] if is_tied(args) else units
 
     def blocks(self, args: ModelArgs) -> list[Block]:
-        """The block of every layer."""
-        return [self.block(args, layer) for layer in range(args.num_layers)]
+        """The block of every layer of a decoder."""
+        return [self.block(args, layer) for layer in range(args.num_layers)] if isinstance(args, DecoderArgs) else []
 
-    def value_dim(self, args: ModelArgs) -> int:
+    def value_dim(self, args: DecoderArgs) -> int:
         """Features of a head of v; those of q and k are `head_dim`."""
         latent = self.block(args, 0).latent
         return latent.value_dim if latent else args.head_dim

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.rope import DynamicRope, Scaling
 
 EXPERT_SCORES = ("softmax", "sigmoid")
@@ -70,8 +70,8 @@ class Rope:
     trained_length: int = 0  # in tokens, which DynamicRope computes with
 
 
-def rope_of(args: "ModelArgs", *, pairs: bool, width: int | None = None) -> Rope:
-    """The rotary embedding of all layers whose theta and scaling are those of ModelArgs."""
+def rope_of(args: "DecoderArgs", *, pairs: bool, width: int | None = None) -> Rope:
+    """The rotary embedding of all layers whose theta and scaling are those of DecoderArgs."""
     length = args.max_seq_len if isinstance(args.rope_scaling, DynamicRope) else 0
     return Rope(args.rope_theta, width or args.head_dim, pairs, args.rope_scaling, length)
 
@@ -110,7 +110,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
-    """Grouped-query attention with the dim, the heads and the head size of ModelArgs.
+    """Grouped-query attention with the dim, the heads and the head size of DecoderArgs.
 
     A token sees itself and tokens before it: the last `window` with itself, or those of its chunk, where positions
     p // chunk are equal. With attention within documents by an index's offsets, positions are those of a document; with
@@ -150,8 +150,8 @@ class Block:
         return self.attention if isinstance(self.attention, Latent) else None
 
 
-def dense_block(args: ModelArgs, layer: int) -> Block:
-    """Llama's layer, with the biases that ModelArgs says."""
+def dense_block(args: DecoderArgs, layer: int) -> Block:
+    """Llama's layer, with the biases that DecoderArgs says."""
     bias = args.attention_bias
     attention = GroupedQuery(rope_of(args, pairs=True), qkv_bias=bias, out_bias=bias)
     return Block(attention, Dense(args.ffn_hidden, has_biases=args.mlp_bias), Norm(args.norm_eps))
@@ -167,6 +167,6 @@ class Ends:
     logit_scale: float = 1.0
 
 
-def plain_ends(args: ModelArgs) -> Ends:
+def plain_ends(args: DecoderArgs) -> Ends:
     """An RMSNorm behind the last layer."""
     return Ends(Norm(args.norm_eps))

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from converters.families.args import ModelArgs
 from converters.families.base import Family, Naming
 from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of, problems_of
 from converters.families.deepseek_torchtitan import as_torchtitan_trained
@@ -82,12 +81,11 @@ _OWN = Naming(
 _BY_LOSS = tuple(naming.name for naming in (_HF, _FUSED, _OWN))  # where V2, balanced by a loss, has no offset
 
 
-def _naming_for(naming: Naming, args: ModelArgs) -> Naming:
+def _naming_for(naming: Naming, args: DeepSeekArgs) -> Naming:
     """V2 has no name for the experts' offsets in the formats of its own code and transformers.
 
     Transformers numbers layers for multi-token prediction after the others; DeepSeek's own form leaves them out.
     """
-    assert isinstance(args, DeepSeekArgs)
     if args.score == SOFTMAX and naming.name in _BY_LOSS:
         naming = replace(naming, rules=(*_without_bias(naming.rules), Rule(_EXPERT_BIAS, "", Zeros(NO_EXPERT_BIAS))))
     if not args.num_mtp_layers or naming.name == _OWN.name:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.deepseek_v3 import SIGMOID, SOFTMAX, DeepSeekArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -98,7 +98,7 @@ _PUBLISHED_V3: dict[str, tuple[Any, ...]] = {
 _PUBLISHED_V2: dict[str, tuple[Any, ...]] = {"scoring_func": (None, SOFTMAX), "moe_layer_freq": (None, 1)}
 
 
-def args_of(config: Mapping[str, Any]) -> ModelArgs:
+def args_of(config: Mapping[str, Any]) -> DecoderArgs:
     """args_from_hf_config for DeepSeek V3, V2 and Kimi K2."""
     named = config.get("model_type") or next(iter(config.get("architectures") or ()), "")
     is_v2 = named in (V2.model_type, V2.architecture)
@@ -140,9 +140,8 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     )
 
 
-def problems_of(args: ModelArgs) -> list[str]:
+def problems_of(args: DeepSeekArgs) -> list[str]:
     """Numbers that no class computes together."""
-    assert isinstance(args, DeepSeekArgs)
     problems = []
     if args.num_dense_layers > args.num_layers:
         problems.append(f"{args.num_dense_layers} dense layers, but there are only {args.num_layers} layers")
@@ -199,9 +198,8 @@ def _refused(config: Mapping[str, Any], *, is_v2: bool) -> list[str]:
     return refused
 
 
-def config_of(args: ModelArgs) -> dict[str, Any]:
+def config_of(args: DeepSeekArgs) -> dict[str, Any]:
     """hf_config for DeepSeek V3 and V2: the class whose experts are scored as these numbers say."""
-    assert isinstance(args, DeepSeekArgs)
     is_v2 = args.score == SOFTMAX
     written = hf_config(args, V2 if is_v2 else V3) | {
         "head_dim": args.rotary_dim,  # as transformers saves it

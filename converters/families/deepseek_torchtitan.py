@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from converters.families.args import ModelArgs
 from converters.families.deepseek_v3 import SOFTMAX, DeepSeekArgs
 from converters.families.foreign import TrainedOtherwise
 from converters.families.rope import YarnRope
@@ -11,12 +10,11 @@ _EPS = 1e-5  # of every flavor; of the latents' norms too, for which transformer
 _LITE_MAGNITUDE = 0.70  # of the flavors whose published model has 0.707
 
 
-def as_torchtitan_trained(args: ModelArgs, *, beyond_original: bool) -> TrainedOtherwise:
+def as_torchtitan_trained(args: DeepSeekArgs, *, beyond_original: bool) -> TrainedOtherwise:
     """What v0.2.2 trained.
 
     `beyond_original`: with a training.seq_len above YaRN's original length; up to it v0.2.2 leaves YaRN out.
     """
-    assert isinstance(args, DeepSeekArgs)
     scaling, longest = args.rope_scaling, args.max_seq_len
     unsaid = [
         f"norms of latents with an epsilon of {_EPS:g} (1e-06 in transformers' classes)",

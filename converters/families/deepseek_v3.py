@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.args import BALANCE_RATE, ONLY_FOR_TRAINING, ModelArgs
+from converters.families.args import BALANCE_RATE, ONLY_FOR_TRAINING, DecoderArgs
 from converters.families.base import FlavorAttention
 from converters.families.blocks import Block, Dense, Experts, Latent, Norm, rope_of
 from converters.families.limits import FACTOR, FLAG, NUM_EXPERTS, SIZE, Limits, limited
@@ -16,7 +16,7 @@ _LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says: the pub
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeekArgs(ModelArgs):
+class DeepSeekArgs(DecoderArgs):
     """The numbers of a DeepSeek V3 or V2. `head_dim` is that of q and k: features without rotation, then rotated ones.
 
     `ffn_hidden` is that of the dense layers, which are the first ones.
@@ -44,12 +44,11 @@ class DeepSeekArgs(ModelArgs):
     )
 
 
-def block(args: ModelArgs, layer: int) -> Block:
+def block(args: DeepSeekArgs, layer: int) -> Block:
     """Latent attention everywhere; experts behind the dense layers.
 
     V3 rates a group of experts by the sum of its two best, V2 by its best one.
     """
-    assert isinstance(args, DeepSeekArgs)
     norm = Norm(args.norm_eps)
     attention = Latent(
         num_heads=args.num_heads,
@@ -79,7 +78,7 @@ def block(args: ModelArgs, layer: int) -> Block:
     return Block(attention, experts, norm)
 
 
-def softmax_scale(args: ModelArgs) -> float:
+def softmax_scale(args: DecoderArgs) -> float:
     """The factor of the scores: 1 / √H, times YaRN's magnitude squared, at every length (DeepSeek's own inference)."""
     scaling, scale = args.rope_scaling, float(args.head_dim**-0.5)
     if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
@@ -87,12 +86,11 @@ def softmax_scale(args: ModelArgs) -> float:
     return scale * yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def parameters(args: ModelArgs) -> list[Parameter]:
+def parameters(args: DeepSeekArgs) -> list[Parameter]:
     """Every parameter, in torchtitan's names.
 
     Layers for multi-token prediction are like the one after the last, with norms of what they get, and a projection.
     """
-    assert isinstance(args, DeepSeekArgs)
     listed = parameters_of(block)(args)
     for k in range(args.num_mtp_layers):
         layer = f"mtp_layers.{k}"

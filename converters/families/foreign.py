@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class StoredTensor:
 class MetaFormat:
     """How Meta's format has the models of a family."""
 
-    args_from_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs]  # params.json, shapes
-    params: Callable[[ModelArgs], dict[str, Any]]
+    args_from_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], DecoderArgs]  # params.json, shapes
+    params: Callable[[Any], dict[str, Any]]
     key: str = ""  # a key of params.json that only this family's has; "": it has none of the other families'
     shard_dims: Mapping[str, int] = field(default_factory=dict)  # where shards are not cut along tp_dim
-    stored: Callable[[ModelArgs], list[StoredTensor]] = lambda args: []
+    stored: Callable[[Any], list[StoredTensor]] = lambda args: []
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Release:
     """config.json of a family's own release, which is not transformers'."""
 
     read: Callable[[Mapping[str, Any]], dict[str, Any] | None]  # as transformers would state it; None for other files
-    write: Callable[[ModelArgs], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.args import BALANCE_RATE, ModelArgs
+from converters.families.args import BALANCE_RATE, DecoderArgs
 from converters.families.base import FlavorAttention
 from converters.families.blocks import Block, Experts, GroupedQuery, Norm, rope_of
 from converters.families.limits import LAYERS, LENGTH, NUM_EXPERTS, Limits, limited
@@ -12,7 +12,7 @@ from converters.families.rope import YarnRope
 
 
 @dataclass(frozen=True, slots=True)
-class GptOssArgs(ModelArgs):
+class GptOssArgs(DecoderArgs):
     """The numbers of a GPT-OSS. Every layer has experts, `ffn_hidden` wide."""
 
     window: int = field(default=128, metadata=limited(LENGTH))  # tokens that a layer in `window_layers` attends to
@@ -23,12 +23,11 @@ class GptOssArgs(ModelArgs):
     balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
 
 
-def block(args: ModelArgs, layer: int) -> Block:
+def block(args: GptOssArgs, layer: int) -> Block:
     """Sinks everywhere, windows in `window_layers`.
 
     The weights are a softmax over the chosen experts' logits, which is that over all experts, divided by its sum.
     """
-    assert isinstance(args, GptOssArgs)
     attention = GroupedQuery(
         rope_of(args, pairs=False),
         qkv_bias=args.attention_bias,

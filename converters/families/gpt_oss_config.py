@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.gpt_oss import GptOssArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
@@ -59,7 +59,7 @@ _EXPERTS = ("num_local_experts", "num_experts")  # two names of one number; so a
 _PER_TOKEN = ("num_experts_per_tok", "experts_per_token")
 
 
-def args_of(config: Mapping[str, Any]) -> ModelArgs:
+def args_of(config: Mapping[str, Any]) -> DecoderArgs:
     """args_from_hf_config for GPT-OSS."""
     check_numbers(config, limits_of(GptOssArgs), what="config.json")
     windows, refused = _window_layers(config)
@@ -133,9 +133,8 @@ def _one_of(config: Mapping[str, Any], names: Sequence[str], default: int) -> in
     return int(next(iter(given.values()), default))
 
 
-def config_of(args: ModelArgs) -> dict[str, Any]:
+def config_of(args: GptOssArgs) -> dict[str, Any]:
     """hf_config for GPT-OSS, with OpenAI's names of numbers beside those of the class, as it is published."""
-    assert isinstance(args, GptOssArgs)
     scaling = args.rope_scaling
     length = (
         {"initial_context_length": scaling.original_max_position_embeddings} if isinstance(scaling, YarnRope) else {}
@@ -233,9 +232,8 @@ def _is_like(value: Any, default: float) -> bool:
     return is_number and isfinite(value) and value > 0
 
 
-def release_config(args: ModelArgs) -> dict[str, Any]:
+def release_config(args: GptOssArgs) -> dict[str, Any]:
     """config.json of OpenAI's release. Raises UnsupportedError with every number that it cannot state."""
-    assert isinstance(args, GptOssArgs)
     scaling = args.rope_scaling if isinstance(args.rope_scaling, YarnRope) else None
     written = {
         "num_hidden_layers": args.num_layers,

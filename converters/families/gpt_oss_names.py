@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from converters.common.errors import CheckpointError
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.base import Family, Naming
 from converters.families.experts import NO_EXPERT_BIAS
 from converters.families.foreign import Release
@@ -98,7 +98,7 @@ _OWN_VALUES = Naming(
 )
 
 
-def _naming_for(naming: Naming, args: ModelArgs) -> Naming:
+def _naming_for(naming: Naming, args: DecoderArgs) -> Naming:
     """OpenAI's names with the rows of q, k and v in their fused matrix."""
     if naming.name not in (_OWN.name, _OWN_VALUES.name):
         return naming
@@ -113,7 +113,7 @@ def _naming_for(naming: Naming, args: ModelArgs) -> Naming:
     return replace(naming, rules=tuple(map(counted, naming.rules)))
 
 
-def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, TensorInfo]) -> Naming:
+def _naming_by_shapes(naming: Naming, args: GptOssArgs, tensors: Mapping[str, TensorInfo]) -> Naming:
     """How floating tensors under the names of codes lie: as gate_up_proj's shape says, for down_proj too.
 
     down_proj, which is square in published models, says it where there is no gate_up_proj. Raises CheckpointError
@@ -123,7 +123,6 @@ def _naming_by_shapes(naming: Naming, args: ModelArgs, tensors: Mapping[str, Ten
 
     if naming.name != _BLOCKS.name:
         return naming
-    assert isinstance(args, GptOssArgs)
     of = {rule.native: rule.foreign for rule in naming.rules}
     gate_up, down = (
         [name for layer in range(args.num_layers) if (name := of[native].replace("{n}", str(layer))) in tensors]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.hf_rope import DEFAULT_THETA, read_rope, refused_rope, rope_parameters
 from converters.families.limits import Limits
 from converters.families.model_numbers import check_numbers, limits_of
@@ -59,14 +59,14 @@ class ConfigClass:
     num_kv_heads: int | None = None  # None: as many as heads
     norm_eps: float = 1e-6
     rope_theta: float = DEFAULT_THETA
-    args_type: type[ModelArgs] = ModelArgs  # its own numbers keep their defaults: config.json does not have them
+    args_type: type[DecoderArgs] = DecoderArgs  # its own numbers keep their defaults: config.json does not have them
     biases: tuple[str, ...] = ()  # those of attention_bias and mlp_bias that the family supports
     attention: str = "full causal"  # that the family supports
     fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: USUAL_FIELDS)
     limits: dict[str, Limits] = field(default_factory=dict)  # of fields that are no number of `args_type`
 
 
-def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refused: Sequence[str] = ()) -> ModelArgs:
+def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refused: Sequence[str] = ()) -> DecoderArgs:
     """Numbers from config.json.
 
     Raises CheckpointError for missing keys, and UnsupportedError with every setting that changes the computation;
@@ -128,7 +128,7 @@ def other_layer_types(config: Mapping[str, Any]) -> list[str]:
     return [f"layer_types: {', '.join(others)}"] if others else []
 
 
-def hf_config(args: ModelArgs, of: ConfigClass) -> dict[str, Any]:
+def hf_config(args: DecoderArgs, of: ConfigClass) -> dict[str, Any]:
     """config.json without token ids and dtype. RoPE is written for transformers 4 and 5."""
     scaling = None if args.rope_scaling is None else rope_parameters(args.rope_scaling)
     return {

@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.model_numbers import check_numbers, limits_of
 from converters.families.rope import SCALINGS, DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, rope_type
 
 DEFAULT_THETA = 10000.0  # of most classes, in both versions
 _LIMITS = {name: limits for kind in SCALINGS.values() for name, limits in limits_of(kind).items()}
-_LIMITS["rope_theta"] = limits_of(ModelArgs)["rope_theta"]
+_LIMITS["rope_theta"] = limits_of(DecoderArgs)["rope_theta"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs
 from converters.families.rope import YarnRope
 
 
@@ -18,10 +18,13 @@ def differences_of_version(config: Mapping[str, Any], args: ModelArgs) -> list[s
     A model whose code is in its repository (`auto_map`) is not computed by transformers' class.
     """
     stated = str(config.get("transformers_version", ""))
-    found, rope = re.match(r"(\d+)\.(\d+)", stated), args.rope_scaling
-    if found is None or config.get("auto_map") or not isinstance(rope, YarnRope):
+    written_by = re.match(r"(\d+)\.(\d+)", stated)
+    if written_by is None or config.get("auto_map") or not isinstance(args, DecoderArgs):
         return []
-    version, kind = (int(found[1]), int(found[2])), str(config.get("model_type", ""))
+    rope = args.rope_scaling
+    if not isinstance(rope, YarnRope):
+        return []
+    version, kind = (int(written_by[1]), int(written_by[2])), str(config.get("model_type", ""))
     length, original = args.max_seq_len, rope.original_max_position_embeddings
     differs = []
     if version < (4, 51) and not kind.startswith("deepseek") and (length != original or rope.mscale):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.base import Naming
 from converters.families.blocks import dense_block
 from converters.families.hf_config import (
@@ -112,7 +112,7 @@ LLAMA = ConfigClass(
 )
 
 
-def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
+def llama_args_from_hf_config(config: Mapping[str, Any]) -> DecoderArgs:
     """args_from_hf_config for LlamaForCausalLM."""
     windows = other_layer_types(config)  # no fields of the class, but transformers' cache uses them in decoding
     if config.get("sliding_window") is not None:
@@ -120,6 +120,6 @@ def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
     return args_from_hf_config(config, LLAMA, also_refused=windows)
 
 
-def llama_hf_config(args: ModelArgs) -> dict[str, Any]:
+def llama_hf_config(args: DecoderArgs) -> dict[str, Any]:
     """hf_config for LlamaForCausalLM."""
     return hf_config(args, LLAMA) | {"mlp_bias": args.mlp_bias, "pretraining_tp": 1}

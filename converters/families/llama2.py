@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.base import Family
 from converters.families.foreign import MetaFormat
 from converters.families.llama import LLAMA_NAMINGS, llama_args_from_hf_config, llama_hf_config, parameters
@@ -12,7 +12,7 @@ from converters.families.rope import RopeScaling
 SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and those of fine-tuned models
 
 
-def is_llama2(args: ModelArgs) -> bool:
+def is_llama2(args: DecoderArgs) -> bool:
     """Whether a LlamaForCausalLM, or a model with a params.json, is a Llama 2.
 
     Neither file says so, and the computation is the same: the family determines the form of Meta's files. Llama 3 has
@@ -23,9 +23,9 @@ def is_llama2(args: ModelArgs) -> bool:
     return not is_llama31 and (has_theta or args.vocab_size in SENTENCEPIECE_VOCABULARIES)
 
 
-def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> ModelArgs:
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> DecoderArgs:
     numbers: dict[str, Any] = {"vocab_size": 32000, "rope_theta": LLAMA2_THETA, "max_seq_len": 4096} | rest
-    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
+    return DecoderArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
 
 
 FLAVORS = {

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.base import Family, FlavorAttention
 from converters.families.foreign import MetaFormat
 from converters.families.llama import LLAMA_NAMINGS, llama_args_from_hf_config, llama_hf_config, parameters
@@ -11,9 +11,9 @@ from converters.families.meta_params import args_from_meta_params, ffn_hidden, l
 from converters.families.rope import RopeScaling
 
 
-def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> ModelArgs:
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> DecoderArgs:
     numbers: dict[str, Any] = {"vocab_size": 128256, "rope_scaling": RopeScaling()} | rest
-    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
+    return DecoderArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
 
 
 FLAVORS = {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.families.args import BALANCE_RATE, ModelArgs
+from converters.families.args import BALANCE_RATE, DecoderArgs
 from converters.families.base import FlavorAttention
 from converters.families.blocks import Block, Dense, Experts, GroupedQuery, Norm, Temperature, rope_of
 from converters.families.limits import FLAG, LAYERS, LENGTH, NUM_EXPERTS, SIZE, Limits, limited
@@ -13,7 +13,7 @@ from converters.families.rope import RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
-class Llama4Args(ModelArgs):
+class Llama4Args(DecoderArgs):
     """The numbers of a Llama 4's text model. `ffn_hidden` is that of the dense layers."""
 
     sparse_layers: tuple[int, ...] = field(default=(), metadata=limited(LAYERS, "moe_layers"))  # those with experts
@@ -31,9 +31,8 @@ class Llama4Args(ModelArgs):
     balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
 
 
-def block(args: ModelArgs, layer: int) -> Block:
+def block(args: Llama4Args, layer: int) -> Block:
     """Rotation, chunks and norms in most layers, temperature in the others; experts in `sparse_layers`."""
-    assert isinstance(args, Llama4Args)
     norm, bias = Norm(args.norm_eps), args.attention_bias
     if layer in args.layers_without_positions:
         temperature = None

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.hf_config import (
     DECODER_FIELDS,
     NO_EFFECT,
@@ -58,7 +58,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def args_of(config: Mapping[str, Any]) -> ModelArgs:
+def args_of(config: Mapping[str, Any]) -> DecoderArgs:
     """args_from_hf_config for Llama 4."""
     if "head_dim" in config and config["head_dim"] is None and config.get("num_attention_heads"):
         config = {**config, "head_dim": config["hidden_size"] // config["num_attention_heads"]}
@@ -89,13 +89,12 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     )
 
 
-def config_of(args: ModelArgs) -> dict[str, Any]:
+def config_of(args: Llama4Args) -> dict[str, Any]:
     """hf_config for Llama 4.
 
     transformers 5 fails without an attention_chunk_size. Where nothing is chunked it is the longest context, which says
     the same to readers that have no layer_types.
     """
-    assert isinstance(args, Llama4Args)
     layers = range(args.num_layers)
     rotates = [layer not in args.layers_without_positions for layer in layers]
     is_chunked = args.chunk is not None

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.foreign import StoredTensor
 from converters.families.llama import META as LLAMA_META
 from converters.families.llama4 import Llama4Args
@@ -52,9 +52,8 @@ META = replace(
 )
 
 
-def stored_tensors(args: ModelArgs) -> list[StoredTensor]:
+def stored_tensors(args: Llama4Args) -> list[StoredTensor]:
     """The tensors of the files that are other ones for Meta's code, of every layer."""
-    assert isinstance(args, Llama4Args)
     stored = []
     for number in range(args.num_layers):
         layer, feed = f"layers.{number}.", f"layers.{number}.feed_forward."
@@ -86,7 +85,7 @@ def stored_tensors(args: ModelArgs) -> list[StoredTensor]:
     return stored
 
 
-def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelArgs:
+def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DecoderArgs:
     """Numbers from params.json, whose missing ones are those of Meta's code. The context length is not in it.
 
     Raises CheckpointError and UnsupportedError as the reader of Llama 3's does.
@@ -146,12 +145,11 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     )
 
 
-def meta_params(args: ModelArgs) -> dict[str, Any]:
+def meta_params(args: Llama4Args) -> dict[str, Any]:
     """params.json's content. Meta's code computes widths, so numbers are chosen that result in them.
 
     Raises UnsupportedError, listing all reasons, if Meta's code would build another model.
     """
-    assert isinstance(args, Llama4Args)
     step, interval = _step(args.sparse_layers, args.num_layers), _step(args.layers_without_positions, args.num_layers)
     problems = []
     if args.attention_bias or args.mlp_bias:

@@ -3,19 +3,17 @@
 from dataclasses import replace
 
 from converters.common.errors import ConfigError
-from converters.families.args import ModelArgs
 from converters.families.foreign import TrainedOtherwise
 from converters.families.llama4 import Llama4Args
 
 
-def as_torchtitan_trained(args: ModelArgs, *, beyond_original: bool) -> TrainedOtherwise:
+def as_torchtitan_trained(args: Llama4Args, *, beyond_original: bool) -> TrainedOtherwise:
     """What v0.2.2 trained. It has neither norms of q and k nor a temperature.
 
     Its flavors with `irope` leave the rotation out of the first of every so many layers, not of the last. As released
     they fail, because FlexAttention gets the masks of both kinds of layers. Numbers that say so already are kept.
     Raises ConfigError for `beyond_original`, and for layers without positions that are neither.
     """
-    assert isinstance(args, Llama4Args)
     if beyond_original:
         raise ConfigError(
             "--trained-by torchtitan-0.2.2-yarn: Llama 4 has no YaRN", tries=["--trained-by torchtitan-0.2.2"]

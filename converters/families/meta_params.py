@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.limits import FACTOR, FLAG, SIZE
 from converters.families.model_numbers import check_numbers, limits_of
 from converters.families.rope import RopeScaling, describe_rope
@@ -31,7 +31,7 @@ def ffn_hidden(dim: int, *, multiple_of: int, multiplier: float | None = None) -
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
 
-def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelArgs:
+def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> DecoderArgs:
     """Numbers from params.json and, where it leaves them open, from the weights' full shapes.
 
     Widths come from the weights if these are known, else from Meta's formula. A model without output.weight is tied.
@@ -41,7 +41,7 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
         raise CheckpointError("params.json lacks numbers that define the model:" + list_offenders(missing))
     # Llama 1 and 2 have vocab_size -1: that of the tokenizer
     numbers = {k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}
-    check_numbers(numbers, limits_of(ModelArgs) | META_LIMITS, what="params.json")
+    check_numbers(numbers, limits_of(DecoderArgs) | META_LIMITS, what="params.json")
     dim, num_layers, num_heads = params["dim"], params["n_layers"], params["n_heads"]
     num_kv_heads = params.get("n_kv_heads") or num_heads
     released_3_2 = (dim, num_layers) in _LLAMA_3_2_SIZES
@@ -55,7 +55,7 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     # Llama 1 and 2 releases have no rope_theta and use 10000; every Llama 3 has it, and Meta's code defaults to 500000
     theta = params.get("rope_theta") or (_LLAMA3_THETA if vocab_size >= _TIKTOKEN_VOCABULARY else LLAMA2_THETA)
     wq, w1 = shapes.get("layers.0.attention.wq.weight"), shapes.get("layers.0.feed_forward.w1.weight")
-    return ModelArgs(
+    return DecoderArgs(
         dim=dim,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -76,7 +76,7 @@ def _formula(params: Mapping[str, Any]) -> int:
     return ffn_hidden(params["dim"], multiple_of=params.get("multiple_of", 256), multiplier=multiplier)
 
 
-def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
+def llama3_meta_params(args: DecoderArgs) -> dict[str, Any]:
     """params.json's content. Meta's code computes the feed-forward width, so a multiplier is chosen that results in it.
 
     Raises UnsupportedError if Meta's code would build another model: it has one formula and one kind of scaling.
@@ -100,7 +100,7 @@ def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
     return params
 
 
-def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
+def llama2_meta_params(args: DecoderArgs) -> dict[str, Any]:
     """params.json's content for Llama 2, whose code fails on unknown arguments.
 
     Raises UnsupportedError as llama3_meta_params does. A theta other than the default is written as in Code Llama.
@@ -112,7 +112,7 @@ def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
     return params if understood else params | {"rope_theta": args.rope_theta}
 
 
-def _numbers(args: ModelArgs) -> dict[str, Any]:
+def _numbers(args: DecoderArgs) -> dict[str, Any]:
     if args.attention_bias or args.mlp_bias:
         raise UnsupportedError("params.json cannot express that linear layers have biases: Meta's code has none")
     if args.head_dim * args.num_heads != args.dim:
@@ -131,7 +131,7 @@ def _numbers(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _ffn_formula(args: ModelArgs) -> dict[str, Any]:
+def _ffn_formula(args: DecoderArgs) -> dict[str, Any]:
     """`multiple_of` and `ffn_dim_multiplier` under which Meta's formula gives `args.ffn_hidden`."""
     base = int(2 * 4 * args.dim / 3)
     multiple_of = next(m for m in (4096, 1024, 256, 128, 64, 32, 16, 8, 4, 2, 1) if args.ffn_hidden % m == 0)

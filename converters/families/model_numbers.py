@@ -1,11 +1,11 @@
 """Check the numbers of a model, under every name that config.json, params.json and titan_model.json give them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from converters.common.errors import CheckpointError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs
 from converters.families.base import Family
 from converters.families.blocks import EXPERT_SCORES, Experts, Latent
 from converters.families.limits import LAYERS, Limits
@@ -35,15 +35,22 @@ def check_args(args: ModelArgs, *, what: str) -> None:
     """Check the numbers read from a file, each alone and together."""
     check_numbers(asdict(args), limits_of(type(args)), what=what)
     numbers = asdict(args)
-    problems = [f"{f.name} is null" for f in fields(ModelArgs) if numbers[f.name] is None and f.name != "rope_scaling"]
-    own = fields(args)[len(fields(ModelArgs)) :]  # of a family's own args_type: of the type of their defaults
+    of_decoders = {f.name for f in fields(DecoderArgs)} if isinstance(args, DecoderArgs) else {}
+    needed = [f for f in fields(args) if f.name in of_decoders or f.default is MISSING]
+    problems = [f"{f.name} is null" for f in needed if numbers[f.name] is None and f.name != "rope_scaling"]
     problems += [
         f"{f.name} = {str(numbers[f.name])[:40]}: expected the type of {f.default!r}"
-        for f in own
-        if numbers[f.name] != f.default and not _is_like(numbers[f.name], f.default)
+        for f in fields(args)
+        if f not in needed and numbers[f.name] != f.default and not _is_like(numbers[f.name], f.default)
     ]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+    if isinstance(args, DecoderArgs):
+        _check_decoder(args, what=what)
+
+
+def _check_decoder(args: DecoderArgs, *, what: str) -> None:
+    problems = []
     if args.head_dim % 2:
         problems.append(f"a head size of {args.head_dim}: RoPE rotates pairs, so it must be even")
     if args.num_heads % args.num_kv_heads:
@@ -66,8 +73,8 @@ def check_blocks(family: Family, args: ModelArgs, *, what: str) -> None:
     if (total := sum(one.num for one in experts)) > _MOST_EXPERTS:
         problems.append(f"{total:,} experts in {len(experts):,} layers; the most is {_MOST_EXPERTS:,}")
     for name in (f.name for f in fields(args) if f.metadata.get("limits") == LAYERS):
-        outside = [layer for layer in getattr(args, name) if layer >= args.num_layers]
-        problems += [f"{name} names layer {layer}, but there are only {args.num_layers} layers" for layer in outside]
+        outside = [layer for layer in getattr(args, name) if layer >= len(blocks)]
+        problems += [f"{name} names layer {layer}, but there are only {len(blocks)} layers" for layer in outside]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
 
@@ -100,7 +107,7 @@ def _latent_problems(attention: Latent) -> list[str]:
     return []
 
 
-def _scaling_problems(args: ModelArgs) -> list[str]:
+def _scaling_problems(args: DecoderArgs) -> list[str]:
     scaling = args.rope_scaling
     assert scaling is not None
     problems = [

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import Block, Dense, Ends, Experts, GroupedQuery, Latent, Norm, plain_ends
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
@@ -98,18 +99,18 @@ def units_of(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def parameters_of(
-    block: Callable[[ModelArgs, int], Block], ends: Callable[[ModelArgs], Ends] = plain_ends
-) -> Callable[[ModelArgs], list[Parameter]]:
+    block: Callable[[Any, int], Block], ends: Callable[[Any], Ends] = plain_ends
+) -> Callable[[DecoderArgs], list[Parameter]]:
     """`Family.parameters` of a family that has what its blocks say, and nothing else."""
 
-    def parameters(args: ModelArgs) -> list[Parameter]:
+    def parameters(args: DecoderArgs) -> list[Parameter]:
         layers = (layer_parameters(f"layers.{n}", args, block(args, n)) for n in range(args.num_layers))
         return with_ends(args, layers, ends(args))
 
     return parameters
 
 
-def with_ends(args: ModelArgs, layers: Iterable[list[Parameter]], ends: Ends | None = None) -> list[Parameter]:
+def with_ends(args: DecoderArgs, layers: Iterable[list[Parameter]], ends: Ends | None = None) -> list[Parameter]:
     """Embedding, the parameters of each layer, last norm and output (unless tied), in model order."""
     ends = ends or plain_ends(args)
     listed = [Parameter(EMBEDDING, (args.vocab_size, args.dim), Role.EMBEDDING, tp_dim=0)]
@@ -121,7 +122,7 @@ def with_ends(args: ModelArgs, layers: Iterable[list[Parameter]], ends: Ends | N
     return listed
 
 
-def layer_parameters(layer: str, args: ModelArgs, block: Block) -> list[Parameter]:
+def layer_parameters(layer: str, args: DecoderArgs, block: Block) -> list[Parameter]:
     """The parameters of one layer with full shapes [out, in]; `layer` is its FQN."""
     attention, feed_forward = block.attention, block.feed_forward
     head_norm = attention.qk_norm if isinstance(attention, GroupedQuery) else None
@@ -151,7 +152,7 @@ def _norm(fqn: str, norm: Norm | None, size: int, role: Role = Role.NORM) -> lis
     return [Parameter(f"{fqn}.weight", (size,), role, is_offset=norm.plus_one)]
 
 
-def _grouped_query_parameters(module: str, args: ModelArgs, attention: GroupedQuery) -> list[Parameter]:
+def _grouped_query_parameters(module: str, args: DecoderArgs, attention: GroupedQuery) -> list[Parameter]:
     q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
     inputs = [
         column(f"{module}.wq", q_rows, args.dim),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.families.args import BALANCE_RATE, OMITTED_AT_DEFAULT, ModelArgs
+from converters.families.args import BALANCE_RATE, OMITTED_AT_DEFAULT, DecoderArgs
 from converters.families.base import Family, Naming
 from converters.families.blocks import Block, Dense, Experts, GroupedQuery, Norm, rope_of
 from converters.families.experts import HF_EXPERTS, HF_FUSED_EXPERTS, TITAN_EXPERTS, TITAN_NEWEST_EXPERTS
@@ -31,7 +31,7 @@ def _of_experts(default: Any, limits: Limits, *names: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3Args(ModelArgs):
+class Qwen3Args(DecoderArgs):
     """The numbers of a Qwen 3."""
 
     qk_norm: bool = True  # RMSNorm over head_dim on every head of q and k, before RoPE
@@ -44,9 +44,8 @@ class Qwen3Args(ModelArgs):
     balance_rate: float = field(default=1e-3, metadata=BALANCE_RATE)
 
 
-def block(args: ModelArgs, layer: int) -> Block:
+def block(args: Qwen3Args, layer: int) -> Block:
     """Norms of each head of q and k; experts in every `sparse_step`-th layer, but for `dense_layers`."""
-    assert isinstance(args, Qwen3Args)
     norm, bias = Norm(args.norm_eps), args.attention_bias
     attention = GroupedQuery(
         rope_of(args, pairs=False), qkv_bias=bias, out_bias=bias, qk_norm=norm if args.qk_norm else None
@@ -177,7 +176,7 @@ _MOE_CONFIG = replace(
 )
 
 
-def _args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
+def _args_from_hf_config(config: Mapping[str, Any]) -> DecoderArgs:
     named = config.get("model_type") or next(iter(config.get("architectures") or ()), "")
     if named not in (_MOE_CONFIG.model_type, _MOE_CONFIG.architecture):
         return args_from_hf_config(config, _CONFIG, also_refused=_windows(config))
@@ -223,8 +222,7 @@ def _windows(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _hf_config(args: ModelArgs) -> dict[str, Any]:
-    assert isinstance(args, Qwen3Args)
+def _hf_config(args: Qwen3Args) -> dict[str, Any]:
     no_window = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": args.num_layers}
     if not args.num_experts:
         return hf_config(args, _CONFIG) | no_window

@@ -6,7 +6,7 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.extensions import ExtensionError, check_name, check_record, where_defined
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs
 from converters.families.base import Family
 from converters.families.blocks import Block
 from converters.families.deepseek import DEEPSEEK_V3
@@ -37,10 +37,10 @@ def register(family: Family) -> None:
     if known is None or replace(family, flavors=known.flavors) != known:
         check_name("family", family.name, _FAMILIES)
     for args in list(family.flavors.values())[:1]:
-        parameters, block = family.parameters(args), family.block(args, 0)
+        parameters = family.parameters(args)
         if not (isinstance(parameters, list) and all(isinstance(each, Parameter) for each in parameters)):
             raise _returns_other(family, "parameters", parameters, "a list of Parameter")
-        if not isinstance(block, Block):
+        if isinstance(args, DecoderArgs) and not isinstance(block := family.block(args, 0), Block):
             raise _returns_other(family, "block", block, "a Block")
     _FAMILIES[family.name] = family
 
@@ -122,7 +122,7 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
     )
 
 
-def read_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Family, ModelArgs]:
+def read_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Family, DecoderArgs]:
     """Family and numbers of a params.json, which names no family; `shapes`: those of the weights that are known."""
     if isinstance(params.get("model"), Mapping):  # Llama 4's, in some releases
         params = params["model"]

@@ -59,6 +59,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     from converters.common.box import count_dtypes
     from converters.common.names import HF_CONFIG
+    from converters.families.args import DecoderArgs
     from converters.model.model_info import write_hf_config
     from converters.tokenizers.assets import write_assets, write_tokenizer_for_hf
 
@@ -66,9 +67,8 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     dtype = next(iter(count_dtypes(contents.unquantized)))
     write_hf_config(folder, info, dtype=dtype, quantization=contents.quantization)
     written = write_assets(folder, info.assets, info.generation)
-    written += write_tokenizer_for_hf(
-        folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
-    )
+    if isinstance(args := info.args, DecoderArgs):
+        written += write_tokenizer_for_hf(folder, info.assets, vocab_size=args.vocab_size, max_seq_len=args.max_seq_len)
     return [HF_CONFIG, *written]
 
 

@@ -15,7 +15,7 @@ from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
-    from converters.families.args import ModelArgs
+    from converters.families.args import DecoderArgs
     from converters.families.base import Family, Naming
     from converters.views.expressions import Expression
 
@@ -33,10 +33,10 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.model.model_info import meta_params
     from converters.naming.meta_names import meta_parameters
 
-    family, args = contents.family, contents.info.args
+    family, args = contents.family, contents.info.decoder
     meta_params(contents.info)  # raises before the copy if params.json cannot describe the model
     num_shards = 1 if options.num_shards is None else options.num_shards
-    _check_num_shards(num_shards, args)
+    _check_num_shards(num_shards, family, args)
     parameters = meta_parameters(family, args)
     assert family.meta is not None
     dims: dict[str, int | None] = {name: p.tp_dim for name, p in parameters.items()} | dict(family.meta.shard_dims)
@@ -61,15 +61,15 @@ def _check_parts(num_shards: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
+def _check_num_shards(num_shards: int, family: Family, args: DecoderArgs) -> None:
     """Raise ConfigError unless each shard has whole heads and an equal part of all weights, as Meta's code needs."""
     from converters.layout.mesh_check import uneven_over_tp
 
-    possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(args, number)]
+    possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(family, args, number)]
     hint = f"possible for this model: {', '.join(possible)}"
     if num_shards not in NUM_SHARDS:
         raise ConfigError(f"--num-shards {num_shards}: Meta's format has 1, 2, 4, 8 or 16 shards", hint=hint)
-    if uneven := uneven_over_tp(args, num_shards):
+    if uneven := uneven_over_tp(family, args, num_shards):
         raise ConfigError(f"--num-shards {num_shards} {uneven.partition(';')[0]}", hint=hint)
 
 
@@ -80,7 +80,7 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
 
     info = contents.info
     written = write_assets(folder, info.assets, info.generation)
-    written += write_tokenizer_for_meta(folder, info.assets, vocab_size=info.args.vocab_size)
+    written += write_tokenizer_for_meta(folder, info.assets, vocab_size=info.decoder.vocab_size)
     write_meta_params(folder, info)
     write_model_info(folder, info)  # params.json has no context length and does not say that the output is tied
     return [META_PARAMS, MODEL_INFO, *written]

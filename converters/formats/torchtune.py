@@ -87,7 +87,7 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     in_assets = write_assets(assets, info.assets, info.generation) + tokenizer.write(assets)
     if style == "hf":
         in_assets += write_tokenizer_for_hf(
-            assets, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
+            assets, info.assets, vocab_size=info.decoder.vocab_size, max_seq_len=info.decoder.max_seq_len
         )
     model_files = _write_model_files(folder, contents, style)
     for name in model_files:

@@ -14,6 +14,7 @@ from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.engine.units import whole_row_units
+from converters.families.args import describe_size, num_layers
 from converters.families.registry import get_family
 from converters.integrity.verify_report import Check
 from converters.model.model_info import describes_model
@@ -117,8 +118,7 @@ def check_model(catalog: Catalog, model_from: Place | None) -> tuple[Check, Dige
     name = "names and shapes"
     try:
         with native_weights(catalog, model_from=model_from) as weights:
-            args = weights.info.args
-            what = f"{weights.info.family}, {args.num_layers} layers, dim {args.dim}, {weights.naming} names"
+            what = f"{weights.info.family}, {describe_size(weights.info.args)}, {weights.naming} names"
             if weights.quantized:
                 what += f", {len(weights.quantized.expressions):,} weights in {weights.quantized.scheme}"
             return Check(name, "ok", what), _digest_rules(catalog, model_from)
@@ -134,7 +134,7 @@ def _digest_rules(catalog: Catalog, model_from: Place | None) -> DigestRules:
     """The rules of the model's tensors, also if some are missing or wrong."""
     try:
         info = find_model_info(catalog, model_part(catalog), model_from=model_from)
-        if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
+        if num_layers(info.args) > len(catalog.tensors):  # no names are made for billions of layers
             return DigestRules()
         family, quantized = get_family(info.family), quantized_tensors(catalog, info)
         naming = naming_of(catalog, family, info.args)

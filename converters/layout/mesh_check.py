@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import gcd
 
 from converters.common.errors import ConfigError, list_offenders
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs, decoder_args
 from converters.families.base import Family
 from converters.families.blocks import Experts
 from converters.layout.layout import cuts_within_experts
@@ -20,7 +20,7 @@ def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
     FSDP shards uneven rows; tensor parallelism needs heads and columns that it divides evenly.
     """
     problems = [f"{axis}={getattr(mesh, axis)} {text}" for axis, text in expert_mesh_problems(mesh, family, args)]
-    if uneven := uneven_over_tp(args, mesh.tp):
+    if uneven := uneven_over_tp(family, args, mesh.tp):
         problems.append(f"tp={mesh.tp} {uneven}")
     try:
         split_stages(mesh.pp, family.units(args))
@@ -36,7 +36,7 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
     if not mixtures:
         named = [degree for degree in ("ep", "etp") if getattr(mesh, degree) > 1]
         return [(degree, "is of experts, and this model has none; possible: 1") for degree in named]
-    problems = []
+    problems, dim = [], decoder_args(args).dim
     num, hidden = gcd(*(m.num for m in mixtures)), gcd(*(m.hidden for m in mixtures))
     sliced = "tp" if mesh.ep == 1 else "etp"
     # What comes after a wrong etp is checked as with etp 1, so that no problem follows from another
@@ -54,8 +54,8 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
         problems.append(
             ("tp", f"does not divide the {shared:,} columns of the shared expert; possible: {_divisors(shared)}")
         )
-    if misfit := _misfit_of_ep(mesh, num, hidden, args.dim):
-        problems.append(("ep", f"{misfit}; possible: {_fitting_ep(mesh, num, hidden, args.dim)}"))
+    if misfit := _misfit_of_ep(mesh, num, hidden, dim):
+        problems.append(("ep", f"{misfit}; possible: {_fitting_ep(mesh, num, hidden, dim)}"))
     return problems
 
 
@@ -88,14 +88,17 @@ def _fitting_ep(mesh: MeshShape, num: int, hidden: int, dim: int) -> str:
     return ", or ".join(suggestions) or "none with the other degrees"
 
 
-def uneven_over_tp(args: ModelArgs, tp: int) -> str:
+def uneven_over_tp(family: Family, args: ModelArgs, tp: int) -> str:
     """The sizes of the model that `tp` does not divide, and the degrees that would: "does not divide …"; "" if none."""
-    counts = {
-        "attention heads": args.num_heads,
-        "key/value heads": args.num_kv_heads,
-        "feed-forward columns": args.ffn_hidden,
-        "vocabulary entries": args.vocab_size,
-    }
+    if isinstance(args, DecoderArgs):
+        counts = {
+            "attention heads": args.num_heads,
+            "key/value heads": args.num_kv_heads,
+            "feed-forward columns": args.ffn_hidden,
+            "vocabulary entries": args.vocab_size,
+        }
+    else:
+        counts = {f"features of {p.fqn}": p.shape[p.tp_dim] for p in family.parameters(args) if p.tp_dim is not None}
     uneven = [f"{count:,} {what}" for what, count in counts.items() if count % tp]
     if not uneven:
         return ""

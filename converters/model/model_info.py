@@ -3,14 +3,21 @@
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from converters.common.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.common.names import HF_CONFIG, META_PARAMS, MODEL_INFO, UNTRANSLATED
-from converters.families.args import LISTED_FOR_EVERY_FAMILY, ModelArgs, args_to_json, computed_numbers
+from converters.families.args import (
+    LISTED_FOR_EVERY_FAMILY,
+    DecoderArgs,
+    ModelArgs,
+    args_to_json,
+    computed_numbers,
+    decoder_args,
+)
 from converters.families.base import Family
 from converters.families.hf_versions import differences_of_version
 from converters.families.model_numbers import check_args, check_blocks
@@ -53,6 +60,11 @@ class ModelInfo:
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
     notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used, and others
     quantization: Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
+
+    @property
+    def decoder(self) -> DecoderArgs:
+        """The numbers of a decoder. Raises UnsupportedError for another model."""
+        return decoder_args(self.args)
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -119,7 +131,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     check_args(args, what=str(folder / described_by))
     check_blocks(family, args, what=str(folder / described_by))
     _check_parameters(family, args, what=str(folder / described_by))
-    ids = read_token_ids(assets, vocab_size=args.vocab_size, config=config or untranslated)
+    ids = token_ids_of(args, assets, config or untranslated)
     remarks: list[str] = []
     notes: list[str] = []
     if config:
@@ -142,6 +154,13 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         notes=tuple(notes),
         quantization=quantization,
     )
+
+
+def token_ids_of(
+    args: ModelArgs, assets: Mapping[str, Path], config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """bos, eos and pad ids (see read_token_ids); a model that is no decoder has none."""
+    return read_token_ids(assets, vocab_size=args.vocab_size, config=config) if isinstance(args, DecoderArgs) else {}
 
 
 def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -181,7 +200,7 @@ def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
         return
     naming = family.naming_for(next(iter(family.namings.values())), args)
     named = {rule.native for rule in naming.rules}
-    asked = [p.fqn for p in family.parameters(replace(args, num_layers=1))]
+    asked = [p.fqn for p in family.parameters(replace(args, num_layers=1) if isinstance(args, DecoderArgs) else args)]
     with_number = {fqn: re.sub(r"^(\w+)\.\d+\.", r"\1.{n}.", fqn) for fqn in asked}
     if strange := [fqn for fqn in asked if fqn not in named and with_number[fqn] not in named]:
         raise CheckpointError(
@@ -218,7 +237,7 @@ def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: 
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     if info.outer and family.multimodal:
         text = fields | dict(info.token_ids) | own_ids
-        whole = joined_config(text, info.outer, family.multimodal, info.args, dtype=dtype)
+        whole = joined_config(text, info.outer, family.multimodal, info.decoder, dtype=dtype)
         write_json(folder / HF_CONFIG, whole | quantized)
         return
     write_json(folder / HF_CONFIG, fields | quantized | dtypes | dict(info.token_ids) | own_ids)
@@ -254,16 +273,19 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any], dict[str
         if key not in field_names and numbers.get(key, value) is value:
             numbers = {number: default for number, default in numbers.items() if number != key}
     problems = [f"unknown  {key} = {str(value)[:40]}" for key, value in numbers.items() if key not in field_names]
-    problems += [f"missing  {f.name}" for f in fields(ModelArgs)[:7] if f.name not in numbers]
+    problems += [
+        f"missing  {f.name}" for f in fields(family.args_type) if f.default is MISSING and f.name not in numbers
+    ]
     if problems:
         raise CheckpointError(
             f"{path} does not have the numbers of a model:" + list_offenders(problems),
             hint="written by another version?",
         )
-    scaling = numbers.get("rope_scaling")
+    if (scaling := numbers.get("rope_scaling")) is not None:
+        numbers = {**numbers, "rope_scaling": _scaling(scaling, path)}
     lists = {f.name for f in fields(family.args_type) if isinstance(f.default, tuple)}
     numbers = {key: tuple(v) if key in lists and isinstance(v, list) else v for key, v in numbers.items()}
-    args = family.args_type(**{**numbers, "rope_scaling": None if scaling is None else _scaling(scaling, path)})
+    args = family.args_type(**numbers)
     untranslated, outer = content.get(UNTRANSLATED, {}), content.get(OUTER, {})
     if not isinstance(outer, dict) or (outer and family.multimodal is None):
         raise CheckpointError(f"{path}: {OUTER} is not an object, or {name} has no multimodal class")

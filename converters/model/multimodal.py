@@ -14,7 +14,7 @@ from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError, ConfigError, list_offenders
 from converters.common.fold import fold_texts
 from converters.common.names import ASSETS_FOLDER
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.base import Family
 from converters.families.foreign import Multimodal
 from converters.families.registry import all_families
@@ -70,7 +70,7 @@ def split_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def joined_config(
-    text: Mapping[str, Any], outer: Mapping[str, Any], multimodal: Multimodal, args: ModelArgs, *, dtype: str
+    text: Mapping[str, Any], outer: Mapping[str, Any], multimodal: Multimodal, args: DecoderArgs, *, dtype: str
 ) -> dict[str, Any]:
     """config.json of the multimodal class: the inverse of `split_config`."""
     inner = {key: value for key, value in text.items() if key != "architectures"}

@@ -8,6 +8,7 @@ import numpy as np
 from converters.common.box import Box, TensorInfo, TensorSource
 from converters.common.errors import CheckpointError, list_offenders
 from converters.families import rules
+from converters.families.args import is_tied
 from converters.families.base import Naming
 from converters.families.parameters import EMBEDDING, OUTPUT
 from converters.families.registry import get_family
@@ -29,7 +30,7 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     naming = family.naming_for(naming, args)
     repeated = {rule.foreign: rule.native for rule in naming.repeats}
     parameters = {p.fqn: p for p in family.parameters(args)}
-    if args.tied and naming.repeats_tied:
+    if is_tied(args) and naming.repeats_tied:
         parameters[OUTPUT] = parameters[EMBEDDING]
     ledger, tensors, expressions, problems = Ledger(), {}, {}, []
     by_native = rules_for(parameters, naming)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from converters.common.box import Box
 from converters.common.dtypes import itemsize
 from converters.families import rules
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.base import Family
 from converters.families.foreign import StoredTensor
 from converters.families.parameters import Parameter
@@ -15,7 +15,7 @@ from converters.naming.rule_expressions import foreign_tensors
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 
 
-def meta_parameters(family: Family, args: ModelArgs) -> dict[str, Parameter]:
+def meta_parameters(family: Family, args: DecoderArgs) -> dict[str, Parameter]:
     """Name in Meta's code → the parameter with its shape there, and the dim that shards cut.
 
     A tied model has its output, too.

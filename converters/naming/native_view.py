@@ -8,7 +8,7 @@ from converters.common.box import TensorInfo, TensorSource
 from converters.common.dtypes import DTYPES
 from converters.common.errors import CheckpointError, list_offenders
 from converters.families import rules
-from converters.families.args import ModelArgs
+from converters.families.args import ModelArgs, is_tied
 from converters.families.base import Family, Naming
 from converters.families.parameters import EMBEDDING, OUTPUT, Parameter
 from converters.families.registry import get_family
@@ -67,7 +67,7 @@ def native_view(
     """
     family, args = get_family(info.family), info.args
     naming, parameters = family.naming_for(naming, args), family.parameters(args)
-    outputs = [replace(p, fqn=OUTPUT) for p in parameters if p.fqn == EMBEDDING and args.tied]
+    outputs = [replace(p, fqn=OUTPUT) for p in parameters if p.fqn == EMBEDDING and is_tied(args)]
     by_native = rules_for((p.fqn for p in (*parameters, *outputs)), naming)
     rule_of = {p.fqn: by_native[with_placeholder(p.fqn)] for p in (*parameters, *outputs)}
     foreign_of = {p.fqn: foreign_tensors(rule_of[p.fqn], p) for p in (*parameters, *outputs)}
@@ -95,7 +95,7 @@ def native_view(
     ledger.missing = list(dict.fromkeys(ledger.missing))
     problems = [*natives.problems, *_left_over(source, ledger, quantized, allow_extra=reading.allow_extra)]
     if problems:
-        no_output = None if args.tied or OUTPUT in ledger.used else foreign_of[OUTPUT]
+        no_output = None if is_tied(args) or OUTPUT in ledger.used else foreign_of[OUTPUT]
         raise _ledger_error(list(dict.fromkeys(problems)), family, naming, ledger.extra, no_output, where=where)
     if tied_copy is not None:
         if reading.reads_copies:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from converters.families import rules
-from converters.families.args import ModelArgs
+from converters.families.args import ModelArgs, decoder_args
 from converters.families.base import Naming
 from converters.families.parameters import Parameter
 from converters.families.rules import Rule
@@ -42,7 +42,7 @@ def native_expression(op: rules.Op, parameter: Parameter, parts: tuple[Expressio
     """The native tensor, made of foreign ones."""
     match op:
         case rules.RopeHalves():
-            return HeadRows(parts[0], args.head_dim, to_halves=False)
+            return HeadRows(parts[0], decoder_args(args).head_dim, to_halves=False)
         case rules.Stacked():
             return Stack(parts)
         case rules.Half(number, dim):
@@ -75,7 +75,8 @@ def foreign_expressions(
             source, op = Transpose(source), op.of
         match op:
             case rules.RopeHalves():
-                expressions[foreign.names[0]] = HeadRows(source, args.head_dim, to_halves=True), foreign.shape
+                rotated = HeadRows(source, decoder_args(args).head_dim, to_halves=True)
+                expressions[foreign.names[0]] = rotated, foreign.shape
             case rules.Stacked():
                 num_rows = prod(foreign.shape[:-1])
                 expressions |= {n: (Index(source, e, num_rows), foreign.shape) for e, n in enumerate(foreign.names)}

@@ -10,7 +10,7 @@ from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, M
 from converters.families.args import computed_numbers, defining_numbers
 from converters.families.registry import as_hf_config, get_family
 from converters.model.hf_fields import COSMETIC
-from converters.model.model_info import ModelInfo, find_model_file, read_model_info
+from converters.model.model_info import ModelInfo, find_model_file, read_model_info, token_ids_of
 from converters.source.open import local_folder
 from converters.store.json_file import load_with_repeated_keys, read_json
 from converters.store.local_files import read_bytes
@@ -22,7 +22,6 @@ from converters.tokenizers.assets import (
     TOKENIZERS,
     find_assets,
     find_documents,
-    read_token_ids,
 )
 from converters.views.catalog import Catalog
 
@@ -64,7 +63,7 @@ def find_model_info(
     else:
         supplied = _without_documents(read_model_info(folder, weights), folder)
     if model_file.name == META_PARAMS and "max_seq_len" not in read_json(model_file):  # chosen by its readers
-        info = replace(info, args=replace(info.args, max_seq_len=supplied.args.max_seq_len))
+        info = replace(info, args=replace(info.decoder, max_seq_len=supplied.decoder.max_seq_len))
     info_fields = _fields(info, is_whole=has_all_fields(model_file))
     supplied_fields = _fields(supplied, is_whole=folder_file is not None and has_all_fields(folder_file))
     values = {"family": model_type(info), **defining_numbers(info.args), **info_fields, **_sure_ids(info)}
@@ -170,14 +169,15 @@ def _complete(info: ModelInfo, supplied: ModelInfo, location: Location, place: L
     differing = sorted(name for name in supplied.assets.keys() & info.assets.keys() - set(TOKENIZERS))
     if differing := [name for name in differing if not _same_content(info.assets[name], supplied.assets[name])]:
         notes.append(f"--model-from has other contents in {', '.join(differing)}; the checkpoint's own are used")
-    if (length := info.args.max_seq_len) != supplied.args.max_seq_len:
-        notes.append(f"max_seq_len is the checkpoint's own, {length}; --model-from has {supplied.args.max_seq_len}")
+    length, supplied_length = (computed_numbers(each.args).get("max_seq_len") for each in (info, supplied))
+    if length != supplied_length:
+        notes.append(f"max_seq_len is the checkpoint's own, {length}; --model-from has {supplied_length}")
     assets = {**info.assets, **added}
     ids = {**info.token_ids, **_sure_ids(supplied), **_sure_ids(info)}
     return replace(
         info,
         assets=assets,
-        token_ids=read_token_ids(assets, vocab_size=info.args.vocab_size, config=ids),
+        token_ids=token_ids_of(info.args, assets, ids),
         notes=(*info.notes, *notes),
     )
 

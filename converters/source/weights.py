@@ -15,7 +15,7 @@ from converters.common.fold import fold_texts
 from converters.common.names import HF_CONFIG, section_of
 from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
-from converters.families.args import ModelArgs
+from converters.families.args import ModelArgs, num_layers
 from converters.families.base import Family, Naming
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo, find_model_file
@@ -138,9 +138,9 @@ def native_weights(
             hint="the weights are in another folder, often beside it; `titan reshard` takes an optimizer alone",
         )
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
-    if info.args.num_layers > len(weights.tensors):  # checked before names are made for billions of layers
+    if num_layers(info.args) > len(weights.tensors):  # checked before names are made for billions of layers
         raise CheckpointError(
-            f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
+            f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {num_layers(info.args):,} layers "
             f"of the model in {model_from or catalog.location}"
         )
     family = get_family(info.family)

@@ -11,7 +11,7 @@ from typing import Any
 
 from converters.common.errors import ConfigError, UnsupportedError, list_offenders
 from converters.common.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.parameters import Role
 from converters.families.registry import get_family
 from converters.families.rope import RopeScaling, describe_rope, rope_type
@@ -52,7 +52,7 @@ def require_family(name: str) -> None:
 
 def require_model(info: ModelInfo) -> None:
     """Raise UnsupportedError, with every reason, if no builder of torchtune can build this model."""
-    args, scaling, problems = info.args, info.args.rope_scaling, []
+    args, scaling, problems = info.decoder, info.decoder.rope_scaling, []
     if get_family(info.family).has_role(Role.HEAD_NORM, args):
         problems.append("norms on q and k")
     if args.head_dim * args.num_heads != args.dim:
@@ -87,7 +87,7 @@ def recipe_text(recipe: Recipe) -> str:
     """The YAML of the recipe."""
     folder, cuda = recipe.folder, recipe.device != "cpu"
     batch_size = min(2, recipe.chat.num_conversations)  # torchtune drops a batch that is not full
-    seq_len = min(_MOST_TOKENS, recipe.info.args.max_seq_len)
+    seq_len = min(_MOST_TOKENS, recipe.info.decoder.max_seq_len)
     return f"""\
 # Fine-tunes the checkpoint in this folder with torchtune {VERSION}:
 #
@@ -155,7 +155,7 @@ log_peak_memory_stats: {_yaml(cuda)}
 
 
 def _model(info: ModelInfo) -> dict[str, Any]:
-    args = info.args
+    args = info.decoder
     return {
         "_component_": _builder(info),
         "vocab_size": args.vocab_size,
@@ -173,14 +173,14 @@ def _model(info: ModelInfo) -> dict[str, Any]:
 
 def _builder(info: ModelInfo) -> str:
     """The builder; they differ only in RoPE and tying, so the numbers determine it."""
-    if info.args.tied:
+    if info.decoder.tied:
         return "torchtune.models.llama3_2.llama3_2"
-    if info.args.rope_scaling is not None:
+    if info.decoder.rope_scaling is not None:
         return "torchtune.models.llama3_1.llama3_1"
     return f"torchtune.models.{info.family}.{info.family}"
 
 
-def _scale_factor(args: ModelArgs) -> dict[str, float]:
+def _scale_factor(args: DecoderArgs) -> dict[str, float]:
     if args.rope_scaling is not None:
         return {"scale_factor": args.rope_scaling.factor}
     return {"scale_factor": 1} if args.tied else {}  # its builder of tied models always scales
@@ -194,7 +194,7 @@ def _resume(recipe: Recipe) -> str:
 
 def _model_type(info: ModelInfo) -> str:
     """The model_type, by which the checkpointers recognize a tied model; they treat all Llamas alike otherwise."""
-    return "LLAMA3_2" if info.args.tied else info.family.upper()
+    return "LLAMA3_2" if info.decoder.tied else info.family.upper()
 
 
 def _section(values: Mapping[str, Any]) -> str:

@@ -76,7 +76,7 @@ def find_tokenizer(info: ModelInfo) -> TorchtuneTokenizer:
             "the checkpoint has no tokenizer, and torchtune fine-tunes on text", hint=_WITHOUT, tries=_TRIES
         )
     special_tokens = None
-    if len(ranks) != _RELEASED[0] or info.args.vocab_size < _RELEASED[1]:
+    if len(ranks) != _RELEASED[0] or info.decoder.vocab_size < _RELEASED[1]:
         special_tokens = _special_tokens(info, len(ranks))
     return TorchtuneTokenizer(_LLAMA3, special_tokens, ranks if path is None else None)
 
@@ -91,7 +91,7 @@ def _ranks_of(tokenizer_json: Path) -> Mapping[bytes, int]:
 
 def _special_tokens(info: ModelInfo, num_ranks: int) -> dict[str, int]:
     """The checkpoint's own special tokens and, in free rows of the embedding, those it lacks."""
-    vocab_size = info.args.vocab_size
+    vocab_size = info.decoder.vocab_size
     if TOKENIZER_JSON in info.assets:
         listed = read_json(info.assets[TOKENIZER_JSON]).get("added_tokens") or []
         tokens = {token["content"]: token["id"] for token in listed if token["id"] >= num_ranks}

@@ -8,6 +8,7 @@ import numpy as np
 from converters.common.box import Box, TensorInfo
 from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
+from converters.families.args import is_tied
 from converters.families.parameters import OUTPUT
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
@@ -129,5 +130,5 @@ def _names(info: ModelInfo, view: View, spelled: Mapping[str, str], *, is_native
             for fqn, made in view.expressions.items()
             if made.sources
         ),
-        tied=info.args.tied,
+        tied=is_tied(info.args),
     )

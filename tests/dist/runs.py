@@ -374,7 +374,7 @@ def run_beside_with_numbers_from_outside(config: Config, how: str, folder: Path)
     module, name = trainer.train, "chosen_model"
     kept, path = getattr(module, name), list(sys.path)
     (folder / "numbers_from_outside.py").write_text(
-        "from converters.families.args import ModelArgs\nclass OutsideArgs(ModelArgs):\n    pass\n"
+        "from converters.families.args import DecoderArgs\nclass OutsideArgs(DecoderArgs):\n    pass\n"
     )
     sys.path.append(str(folder))
 

@@ -217,7 +217,7 @@ def test_the_mixture_of_experts_of_the_page_trains(pools, folder, tmp_path):
 
 
 SCALED = """
-from converters.api import Family, ModelArgs, hf_config, llama, register_family
+from converters.api import Family, DecoderArgs, hf_config, llama, register_family
 from trainer.api import GroupedQueryAttention, Transformer, TrainerFamily, register_model
 
 SCALE = 0.7
@@ -251,7 +251,7 @@ register_model("granite", TrainerFamily(build_model))
 register_family(
     Family(
         name="granite",
-        flavors={"tiny": ModelArgs(32, 2, 4, 2, 8, 64, vocab_size=290, rope_theta=10000.0, max_seq_len=128)},
+        flavors={"tiny": DecoderArgs(32, 2, 4, 2, 8, 64, vocab_size=290, rope_theta=10000.0, max_seq_len=128)},
         parameters=llama.parameters,
         namings={"hf": llama.HF},
         args_from_hf_config=lambda config: hf_config.args_from_hf_config(config, CONFIG),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from tests.dist.training import Layout, args_of
 from tests.real_memory import Held, held_by_step, held_by_trace
 from titan_tools.memory.trace.capture import capture
@@ -25,7 +25,7 @@ LAYOUTS = [
 ]
 
 
-def measured(config: Config, args: ModelArgs, world_size: int) -> Held:
+def measured(config: Config, args: DecoderArgs, world_size: int) -> Held:
     """Case: what this rank asks for."""
     return held_by_step(config, args, resolve(config.parallelism, world_size))
 

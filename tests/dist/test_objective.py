@@ -147,6 +147,29 @@ def test_a_resumed_run_is_bit_equal(pools, forgotten, toml, tmp_path, words):
     assert runs.read_losses(tmp_path / "resumed") == runs.read_losses(tmp_path / "whole")
 
 
+def test_its_checkpoint_is_described_by_its_own_numbers(titan, forgotten, one_rank, tmp_path):
+    step = one_rank / "checkpoint" / "step-4"
+    numbers = {"dim": 32, "num_image_blocks": 3, "num_condition_blocks": 2, "num_heads": 4, "hidden": 64}
+    with_towers = ("--import", str(TOWERS))
+    _, out, _ = titan(*with_towers, "models", "--json")
+    (listed,) = (family for family in json.loads(out)["families"] if family["family"] == "towers")
+    (flavor,) = listed["flavors"]
+    assert "infer" not in listed["commands"] and "train" in listed["commands"]
+    assert {key: value for key, value in flavor.items() if key in numbers} == numbers and "tied" not in flavor
+    assert titan(*with_towers, "models")[0] == 0
+    assert titan(*with_towers, "inspect", step, "--json")[1].count("num_image_blocks") == 1
+    described = ", ".join(f"{name} {value}" for name, value in numbers.items())
+    for command in (
+        ["inspect", step],
+        ["verify", step],
+        ["convert", "auto", step, tmp_path / "out.pt", "--to", "torch"],
+    ):
+        code, out, err = titan(*with_towers, *command)
+        assert code == 0 and f"towers, {described}" in out + err, out + err
+    code, _, err = titan(*with_towers, "infer", step, "--prompt", "x")
+    assert code == 2 and "models of family 'towers' learn images, not the next token" in err, err
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from converters.common.errors import CheckpointError
 from converters.engine.read import CatalogReader
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.model.model_info import ModelInfo
 from converters.source.open import open_checkpoint
 from converters.store.location import locate
@@ -29,7 +29,7 @@ from trainer.optim.optimizer import build_optimizer, optimizer_state
 from trainer.ranks.mesh import local_part, make_meshes
 
 # Large tensors and few: each item of a file has 2 kB around its values, and its reader looks at both ends of it
-ARGS = ModelArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)
+ARGS = DecoderArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)
 FSDP2 = Layout("fsdp 2", 2)
 FSDP4 = Layout("fsdp 4", 4)
 HSDP = Layout("hsdp", 4, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2})

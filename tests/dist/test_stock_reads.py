@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
@@ -25,7 +25,7 @@ from trainer.optim.optimizer import build_optimizer, optimizer_state
 from trainer.ranks.mesh import make_meshes
 
 # Large tensors and few: torch looks around in each item's zip, 34 kB a time, which is nothing beside a real model's
-ARGS = ModelArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)
+ARGS = DecoderArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)
 EXPERTS = Qwen3Args(**asdict(ARGS), num_experts=8, experts_per_token=2, expert_hidden=512)
 LAYOUTS = [
     (Layout("fsdp 8", 8), MeshShape(dp_shard=8)),

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.common.box import Box
 from converters.families import registry as families
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.parameters import Role
 from converters.families.registry import get_family
 from converters.families.rope import YarnRope
@@ -43,7 +43,7 @@ def family_of(flavor: str) -> tuple[str, str]:
     return family or "llama3", name
 
 
-def args_of(flavor: str) -> ModelArgs:
+def args_of(flavor: str) -> DecoderArgs:
     family, name = family_of(flavor)
     if family.endswith("_biased"):
         _register_biased(family)

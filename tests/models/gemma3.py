@@ -12,11 +12,11 @@ import torch
 
 from converters.api import (
     Block,
+    DecoderArgs,
     Dense,
     Ends,
     Family,
     GroupedQuery,
-    ModelArgs,
     Naming,
     Norm,
     Rope,
@@ -50,7 +50,7 @@ NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Args(ModelArgs):
+class Gemma3Args(DecoderArgs):
     """`rope_theta` and `rope_scaling` are those of the full layers."""
 
     window: int = 1024

@@ -33,13 +33,8 @@ def models(
             flavor["flavor"],
             flavor["parameters"],
             flavor["active_parameters"],
-            flavor["layers"],
-            flavor["dim"],
-            flavor["heads"],
-            flavor["kv_heads"],
-            flavor["head_dim"],
-            flavor["vocab_size"],
-            "yes" if flavor["tied"] else "no",
+            *(flavor.get(key, "") for key in ("layers", "dim", "heads", "kv_heads", "head_dim", "vocab_size")),
+            "yes" if flavor.get("tied") else "no",
         )
         for family in listed
         for flavor in family["flavors"]

@@ -42,6 +42,7 @@ def seed(
     --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE;
     `titan config show CONFIG` lists them.
     """
+    from converters.families.args import DecoderArgs
     from titan_tools.terminal.console import note, print_json, progress
     from trainer.config.load import load_config
     from trainer.job.chosen_model import NO_TOKENIZER
@@ -51,7 +52,7 @@ def seed(
     check_words(context, config)
     job = job_of_seed(load_config(config, context.args))
     report = write_seed(job, out, workers=workers, overwrite=overwrite, ignore_memory=ignore_memory, progress=progress)
-    if not report.has_tokenizer:
+    if not report.has_tokenizer and isinstance(job.args, DecoderArgs):
         note(NO_TOKENIZER)
     if as_json:
         print_json(report.to_json())

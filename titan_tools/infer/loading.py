@@ -15,7 +15,7 @@ from titan_tools.infer.generation_config import follow, read_generation_config
 from titan_tools.infer.identity import origin_of
 from titan_tools.infer.memory import memory_for_weights
 from titan_tools.infer.model.compiling import check_compiler
-from titan_tools.infer.model.load import SlicedModel, load_model
+from titan_tools.infer.model.load import SlicedModel, load_model, numbers_of
 from titan_tools.infer.model.quantize import STORED, why_slow
 from titan_tools.infer.model.tensor_parallel import check_tp
 from titan_tools.infer.ranks import TPRanks, check_devices, tp_degree
@@ -30,7 +30,7 @@ _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 def prepare_work(request: Request, weights: NativeWeights) -> Work:
     """Check the request against the checkpoint's headers and tokenizer, before ranks start and weights are read."""
-    args = weights.info.args
+    args = numbers_of(weights.info)
     tp = tp_degree(request.tp)
     check_tp(args, tp)
     check_devices(tp)

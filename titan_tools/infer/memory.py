@@ -7,7 +7,7 @@ import torch
 
 from converters.common.errors import TitanError
 from converters.common.sizes import GIB
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.parameters import Role
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
@@ -33,7 +33,7 @@ _MXFP4_BYTES = 17 / 32  # of a value, with the scales of blocks
 _BYTES_PER_LOGIT = 32  # fp32 logits and what sampling computes from them: sorted, token ids, probabilities
 
 
-def rows_that_fit(model: SlicedModel, args: ModelArgs, ranks: TPRanks, *, rows: int, room: int) -> int:
+def rows_that_fit(model: SlicedModel, args: DecoderArgs, ranks: TPRanks, *, rows: int, room: int) -> int:
     """`rows`, or as many sequences of `room` tokens as every rank's GPU has memory for (at least one), with a note.
 
     On a CPU always `rows`: there the cache takes memory only as tokens are added. Every rank must call this.
@@ -57,7 +57,7 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + cached_by_torch
 
 
-def _pass_bytes(model: SlicedModel, args: ModelArgs, *, tp: int, room: int) -> int:
+def _pass_bytes(model: SlicedModel, args: DecoderArgs, *, tp: int, room: int) -> int:
     """Approximate activations of a prefill pass: hidden states of the layers, and copied keys and values if any."""
     inside = 4 * args.ffn_hidden // tp
     for experts in (layer.numbers for layer in model.experts):
@@ -83,11 +83,11 @@ def weight_bytes(work: Work, weights: NativeWeights, rank: int) -> int:
     """
     info, dtype_bytes = weights.info, getattr(torch, work.dtype).itemsize
     family = get_family(info.family)
-    blocks = family.blocks(info.args)
+    blocks = family.blocks(info.decoder)
     stored = BlocksSource(weights.source).blocks if work.request.quantize == STORED else {}
     total: float = 0
-    for parameter in family.parameters(info.args):
-        num = slice_for_rank(parameter, info.args, tp=work.tp, rank=rank).num_elements
+    for parameter in family.parameters(info.decoder):
+        num = slice_for_rank(parameter, info.decoder, tp=work.tp, rank=rank).num_elements
         is_latent_value = parameter.module.endswith(".wkv_b") and blocks[parameter.layer or 0].latent is not None
         is_rounded = (parameter.is_linear_weight or parameter.expert_dim is not None) and not is_latent_value
         if parameter.is_bias:
@@ -98,14 +98,14 @@ def weight_bytes(work: Work, weights: NativeWeights, rank: int) -> int:
             total += num
         else:
             total += num * dtype_bytes
-        if parameter.role is Role.EMBEDDING and info.args.tied and work.request.quantize not in (None, STORED):
+        if parameter.role is Role.EMBEDDING and info.decoder.tied and work.request.quantize not in (None, STORED):
             total += num  # the output has a rounded copy
     return int(total)
 
 
 def cache_bytes(work: Work, info: ModelInfo, num_tokens: int) -> int:
     """Keys and values of a sequence of `num_tokens` tokens in all layers on a rank."""
-    args, blocks = info.args, get_family(info.family).blocks(info.args)
+    args, blocks = info.decoder, get_family(info.family).blocks(info.decoder)
     latent = blocks[0].latent
     heads = max(1, args.num_kv_heads // work.tp)
     per_token = latent.kv_rank + latent.rotary_dim if latent else 2 * args.head_dim * heads

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import GenerationSettings
 from titan_tools.infer.identity import Origin
@@ -24,7 +24,7 @@ class Work:
     """A request, and what file headers and tokenizer say, before ranks start and weights are read."""
 
     request: Request
-    args: ModelArgs
+    args: DecoderArgs
     vocabulary: Vocabulary
     template: ChatTemplate | None  # with --chat
     tp: int

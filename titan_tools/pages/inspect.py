@@ -7,7 +7,9 @@ from typing import Any
 from converters.common.fold import TensorLine, tree_rows
 from converters.common.sizes import format_bytes
 from converters.containers.registry import CONTAINERS
+from converters.families.args import DecoderArgs
 from converters.families.llama2 import SENTENCEPIECE_VOCABULARIES
+from converters.families.registry import get_family
 from converters.inspect import Inspection
 from titan_tools.terminal.console import count, table, wrapped
 
@@ -46,8 +48,11 @@ def print_page(report: Inspection, values: Mapping[str, Any], *, every: bool) ->
 
 def _describe_model(report: Inspection) -> list[str]:
     lines = []
-    if report.model:
-        m = dict(report.model)
+    m = dict(report.model or {})
+    if m and not issubclass(get_family(m["family"]).args_type, DecoderArgs):
+        own_numbers = (f"{name} {value}" for name, value in m.items() if name != "family")
+        lines.append(f"model: {', '.join((m['family'], *own_numbers, *report.parts))}")
+    elif m:
         heads = f"{m['num_heads']} heads ({m['num_kv_heads']} for keys and values) of {m['head_dim']}"
         tied = "output tied to the embedding" if m["tied"] else "output of its own"
         lines.append(

@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from converters.common.errors import ConfigError, TitanError
-from converters.families.args import ModelArgs, computed_numbers
+from converters.families.args import DecoderArgs, ModelArgs, computed_numbers, describe_size
 from converters.families.base import Family
 from converters.families.registry import all_families, read_hf_config, read_meta_params
 from converters.store.json_file import read_json
@@ -85,7 +85,9 @@ def _of_model(file: Path, what: str, *, weights: str) -> ConfigError:
         family, args = _described(file)
     except TitanError as error:
         return ConfigError(f"{what}: {error.message}", hint=f"{_TOML}; `titan models` lists the models", tries=())
-    numbers = f"{args.num_layers} layers, dim {args.dim}, {args.num_heads} heads, vocabulary {args.vocab_size:,}"
+    numbers = describe_size(args)
+    if isinstance(args, DecoderArgs):
+        numbers += f", {args.num_heads} heads, vocabulary {args.vocab_size:,}"
     message = f"{what}: its {file.name} is of a {family.name} model with {numbers}"
     flavor, differing = _nearest_flavor(family, args)
     shaped = [key for key in differing if key not in _WITHOUT_SHAPE]
@@ -132,8 +134,7 @@ def _nearest_flavor(family: Family, args: ModelArgs) -> tuple[str, list[str]]:
         differing[flavor] = [key for key in wanted if wanted[key] != numbers.get(key) and key != "max_seq_len"]
 
     def distance(flavor: str) -> tuple[bool, float, int]:
-        flavor_args = family.flavors[flavor]
-        size = (flavor_args.num_layers * flavor_args.dim**2) / (args.num_layers * args.dim**2)
+        size = family.num_parameters(family.flavors[flavor]) / family.num_parameters(args)
         return any(key not in _WITHOUT_SHAPE for key in differing[flavor]), max(size, 1 / size), len(differing[flavor])
 
     nearest = min(differing, key=distance)

@@ -56,7 +56,7 @@ def train_loader(job: Job, meshes: Meshes, preparation: Preparation, *, group: d
     return open_training_data(
         job.config.training,
         preparation,
-        vocab_size=job.args.vocab_size,
+        vocab_size=job.decoder.vocab_size,
         on_each=partial(on_each, group),
         global_batch_size=job.samples_per_step,
         dp_rank=batch.get_local_rank(),

@@ -7,14 +7,14 @@ from pathlib import Path
 from converters.common.errors import CheckpointError, ConfigError, list_offenders
 from converters.common.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.families.args import computed_numbers, defining_numbers
-from converters.model.model_info import ModelInfo
+from converters.model.model_info import ModelInfo, token_ids_of
 from converters.source.model_from import model_type
 from converters.source.models_inside import SeveralModels
 from converters.source.open import local_folder
 from converters.source.weights import NativeWeights
 from converters.store.hub_names import download_command, find_local
 from converters.store.location import Place
-from converters.tokenizers.assets import find_assets, read_token_ids
+from converters.tokenizers.assets import find_assets
 from converters.tokenizers.tokenizer import has_tokenizer, load_tokenizer, tokenizes_differently
 from trainer.config.sections import Checkpoint, Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
@@ -31,7 +31,7 @@ def chosen_model(job: Job) -> ModelInfo:
     tokenizer is configured and none is found; the caller then reports NO_TOKENIZER.
     """
     assets = find_assets(tokenizer_folder(job.config.model, job.config.training))
-    token_ids = read_token_ids(assets, vocab_size=job.args.vocab_size)
+    token_ids = token_ids_of(job.args, assets)
     return ModelInfo(job.family.name, job.args, assets, token_ids)
 
 

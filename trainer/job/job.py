@@ -7,6 +7,7 @@ from math import gcd
 
 from converters.common.errors import ConfigError, list_offenders
 from converters.families.args import ModelArgs
+from converters.families.base import Family
 from converters.families.registry import get_family
 from converters.layout.mesh_check import uneven_over_tp
 from converters.layout.mesh_shape import AXES, MeshShape
@@ -134,7 +135,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     # What cannot be split is looked at as one stage, so that its other problems are reported, too
     job = Job(config, family, args, dims, split_model(parallelism, units, 1 if staging else dims.pp))
     return [
-        *_tensor_problems(args, dims.tp),
+        *_tensor_problems(family, args, dims.tp),
         *expert_problems(config, family, args, dims),
         *offload_problems(training, dims),
         *_batch_problems(training, dims),
@@ -151,8 +152,8 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     ]
 
 
-def _tensor_problems(args: ModelArgs, tp: int) -> list[str]:
-    uneven = uneven_over_tp(args, tp)
+def _tensor_problems(family: Family, args: ModelArgs, tp: int) -> list[str]:
+    uneven = uneven_over_tp(family, args, tp)
     return [f"parallelism.tensor_parallel_degree = {tp} {uneven}"] if uneven else []
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from converters.common.dtypes import itemsize
 from converters.common.errors import ConfigError
 from converters.common.sizes import format_bytes
+from converters.families.args import is_tied
 from converters.families.parameters import EMBEDDING, OUTPUT, Parameter, unit_of
 from converters.layout.layout import local_box
 from trainer.job.record import Job
@@ -51,8 +52,8 @@ def _held(job: Job, pp_rank: int) -> Iterator[tuple[Parameter, bool]]:
         if parameter.unit in modules:
             yield parameter, True
         # The last of several stages has a copy of a tied embedding (parallel/tied.py)
-        is_tied = job.args.tied and parameter.fqn == EMBEDDING
-        if is_tied and job.split.num_stages > 1 and unit_of(OUTPUT) in modules:
+        has_copy = is_tied(job.args) and parameter.fqn == EMBEDDING
+        if has_copy and job.split.num_stages > 1 and unit_of(OUTPUT) in modules:
             yield parameter, not job.split.first_and_last_on_one_rank
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs, decoder_args
 from converters.families.base import Family
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
@@ -25,6 +25,11 @@ class Job:
         """A job of a layout that was checked before. `args` may differ from the flavor's."""
         family = get_family(config.model.name)
         return Job(config, family, args, dims, split_model(config.parallelism, family.units(args), dims.pp))
+
+    @property
+    def decoder(self) -> DecoderArgs:
+        """The numbers of a decoder. Raises UnsupportedError for another model."""
+        return decoder_args(self.args)
 
     @property
     def seed(self) -> int:

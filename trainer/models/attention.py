@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import GroupedQuery, Rope, Temperature
 from trainer.models.norms import make_norm
 from trainer.models.rope import PositionFeatures, position_features, rotate_first
@@ -95,7 +95,7 @@ class GroupedQueryAttention(nn.Module):
     which has no value, and the `mask` that `Transformer.make_mask` has made.
     """
 
-    def __init__(self, args: ModelArgs, kind: GroupedQuery, features: Sequence[Rope | Temperature] = ()):
+    def __init__(self, args: DecoderArgs, kind: GroupedQuery, features: Sequence[Rope | Temperature] = ()):
         """`features`: what `Positions` returns values of; by default those of this attention alone."""
         super().__init__()
         features = features or position_features([kind])

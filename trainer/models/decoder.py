@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import Block, Ends, Experts, Latent, Rope, Temperature, dense_block, plain_ends
 from trainer.models.attention import GroupedQueryAttention
 from trainer.models.feed_forward import FeedForward
@@ -25,7 +25,7 @@ from trainer.models.units import ModelPart, Unit
 class TransformerBlock(nn.Module):
     """One layer: attention and feed-forward, each with its norms, added to the residual stream."""
 
-    def __init__(self, args: ModelArgs, block: Block, features: Sequence[Rope | Temperature] = ()):
+    def __init__(self, args: DecoderArgs, block: Block, features: Sequence[Rope | Temperature] = ()):
         """`features`: as of GroupedQueryAttention."""
         super().__init__()
         if isinstance(block.attention, Latent):
@@ -70,8 +70,8 @@ class Transformer(ModelPart):
 
     def __init__(
         self,
-        args: ModelArgs,
-        block: Callable[[ModelArgs, int], Block] = dense_block,  # the family's
+        args: DecoderArgs,
+        block: Callable[[DecoderArgs, int], Block] = dense_block,  # the family's
         ends: Ends | None = None,  # None: an RMSNorm behind the last layer
     ):
         super().__init__()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import sqrt
 
-from converters.families.args import ModelArgs
+from converters.families.args import ModelArgs, is_tied
 from converters.families.parameters import Parameter, Role
 
 _STD = 0.02
@@ -39,10 +39,10 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
             return Constant(0.0 if parameter.is_offset else 1.0)
         case Role.ROUTER_BIAS:
             return Constant(0.0)
-        case Role.EMBEDDING if not args.tied:
+        case Role.EMBEDDING if not is_tied(args):
             return Normal(1.0)
         case Role.EMBEDDING | Role.OUTPUT:
-            return Normal(args.dim**-0.5, cut=3.0)
+            return Normal(parameter.shape[1] ** -0.5, cut=3.0)
         case Role.ROW | Role.UP_COLUMN | Role.EXPERT_ROW | Role.EXPERT_UP_COLUMN | Role.ROUTER if (
             parameter.layer is not None
         ):

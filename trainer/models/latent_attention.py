@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import Latent, Rope, Temperature
 from trainer.models.attention import CausalAttention
 from trainer.models.norms import make_norm
@@ -35,7 +35,7 @@ class LatentAttention(nn.Module):
     what all heads read, its input; replace it if ranks hold parts of the heads and of the tokens.
     """
 
-    def __init__(self, args: ModelArgs, latent: Latent, features: Sequence[Rope | Temperature] = ()):
+    def __init__(self, args: DecoderArgs, latent: Latent, features: Sequence[Rope | Temperature] = ()):
         """`features`: as of GroupedQueryAttention."""
         super().__init__()
         self.rope_number = (features or position_features([latent])).index(latent.rope)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import UnsupportedError, list_offenders
 from converters.common.extensions import check_attributes, check_call, check_name, check_record
-from converters.families.args import ModelArgs
+from converters.families.args import ModelArgs, decoder_args
 from converters.families.base import Family
 from converters.families.blocks import GroupedQuery
 from converters.families.parameters import Parameter
@@ -51,7 +51,7 @@ def _build_decoder(family: str, args: ModelArgs) -> ModelPart:
     from trainer.models.decoder import Transformer
 
     described = get_family(family)
-    return Transformer(args, described.block, described.ends(args))
+    return Transformer(decoder_args(args), described.block, described.ends(args))
 
 
 _FAMILIES = {name: decoder_of(name) for name in ("llama3", "llama2", "qwen3", "deepseek_v3", "gpt_oss", "llama4")}
@@ -88,9 +88,9 @@ def check_kinds(model: Any, family: Family, args: ModelArgs) -> None:
 
     The masks are made for the `kind` of the layer's attention.
     """
-    differing = []
-    for unit in (unit for unit in model.units() if unit.place == "block"):
-        described = family.block(args, unit.number).attention
+    differing, blocks = [], family.blocks(args)
+    for unit in (unit for unit in model.units() if unit.place == "block" and blocks):
+        described = blocks[unit.number].attention
         built = getattr(getattr(unit.module, "attention", None), "kind", None)
         if isinstance(described, GroupedQuery) and described != built and (described.needs_mask or built is not None):
             differing.append(f"{unit.name}.attention: kind = {built}, not {described}")

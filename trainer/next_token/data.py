@@ -31,7 +31,7 @@ def open_held_out(job: Job, meshes: Meshes, preparation: Preparation) -> HeldOut
     """The held-out part of each source. Its metrics: loss per token in nats, perplexity, and the unigram entropy for
     comparison; of several sources the mean by weight, and each loss under its source's name.
     """
-    settings, batch, vocab_size = job.config.validation, meshes["batch"], job.args.vocab_size
+    settings, batch, vocab_size = job.config.validation, meshes["batch"], job.decoder.vocab_size
     num_batches = None if settings.steps == -1 else settings.steps
     global_batch_size = settings.local_batch_size * batch.size()
     if settings.dataset_mix:

@@ -46,7 +46,7 @@ def input_checks(job: Job) -> Iterator[InputCheck]:
             name,
             path,
             split=TRAIN if section == "training" else HELD_OUT,
-            vocab_size=job.args.vocab_size,
+            vocab_size=job.decoder.vocab_size,
             tokenizer=inputs.tokenizer,
             needs_offsets=inputs.rules.needs_offsets,
         )
@@ -70,7 +70,7 @@ def check_position(job: Job, state: Mapping[str, Any]) -> None:
     if training.dataset != TOKENS or inputs.rules.packing == "best_fit":
         return
     keys: dict[str, Any] = {"seq_len": training.seq_len, "seed": job.seed, "documents": inputs.documents}
-    vocab_size = job.args.vocab_size
+    vocab_size = job.decoder.vocab_size
     samples: MixedSamples | SourceSamples
     if training.dataset_mix:
         sources = open_mixture(training.dataset, training.dataset_mix, vocab_size=vocab_size)
@@ -89,7 +89,7 @@ def _check_end_token(inputs: _Inputs) -> None:
 def _check_samples(inputs: _Inputs, settings: Training | Validation) -> None:
     """The sources of a mixture together, and the number of samples; packing them takes too long."""
     job, config = inputs.job, inputs.job.config
-    vocab_size, is_training = job.args.vocab_size, settings is config.training
+    vocab_size, is_training = job.decoder.vocab_size, settings is config.training
     if settings.dataset_mix:
         sources = open_mixture(settings.dataset, settings.dataset_mix, vocab_size=vocab_size)
     else:

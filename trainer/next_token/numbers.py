@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from trainer.data.sample import DocumentRules
 from trainer.job.record import Job
 from trainer.loss.registry import is_loss_parallel, num_loss_chunks
@@ -21,7 +21,7 @@ def loss_chunks(job: Job) -> int:
     return num_loss_chunks(
         config.training.loss_chunks,
         num_tokens=_forward_tokens(job),
-        num_columns=job.args.vocab_size // (dims.tp if is_loss_parallel(config.parallelism, dims) else 1),
+        num_columns=job.decoder.vocab_size // (dims.tp if is_loss_parallel(config.parallelism, dims) else 1),
         is_compiled=compiles(config.compile, "loss"),
     )
 
@@ -36,7 +36,7 @@ def _forward_tokens(job: Job) -> int:
     return job.microbatch_size * job.config.training.seq_len // job.dims.cp
 
 
-def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int, value_dim: int | None = None) -> int:
+def flops_per_token(args: DecoderArgs, *, num_parameters: int, seq_len: int, value_dim: int | None = None) -> int:
     """6·N + 6·L·(d + v)·s: forward and backward of the matrix products, and of full (not causal) attention.
 
     d and v are the features of all heads of q and of v; v's are as many unless `value_dim` says how many a head has.

@@ -37,10 +37,10 @@ def _notes(job: Job, assets: Mapping[str, Path]) -> list[str]:
 
 def _flops_per_token(job: Job) -> int:
     return flops_per_token(
-        job.args,
+        job.decoder,
         num_parameters=job.num_active_parameters,
         seq_len=job.config.training.seq_len,
-        value_dim=job.family.value_dim(job.args),
+        value_dim=job.family.value_dim(job.decoder),
     )
 
 

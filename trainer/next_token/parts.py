@@ -23,7 +23,7 @@ def prepare(part: ModelPart, job: Job, meshes: Meshes, device: torch.device) -> 
     masked = masked_layers(part, kernel, has_documents=mask != "none")
     if job.dims.cp > 1:
         dtype = getattr(torch, config.training.mixed_precision_param)
-        uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=family.value_dim(job.args))
+        uses_cudnn = selects_cudnn(job.decoder, dtype, device, value_dim=family.value_dim(job.decoder))
         apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
     if masked or mask != "none":  # a stage may have no layers
         apply_masks(part, masked, device, positions_restart=mask == "offsets")

@@ -52,7 +52,7 @@ def zeros(job: Job, num_samples: int, is_validation: bool) -> TokenBatch:
 
 def stage_shapes(job: Job) -> StageShapes:
     """Tokens [B, L], and between stages hidden states [B, L / tp, D], sequence shards."""
-    training, dims, dim = job.config.training, job.dims, job.args.dim
+    training, dims, dim = job.config.training, job.dims, job.decoder.dim
     dtype = getattr(torch, training.mixed_precision_param)
 
     def hidden_like(tokens_BL: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from trainer.parallel.fsdp import is_fsdp
 
 def problems(job: Job) -> list[str]:
     """Everything about data, sequences and loss that does not fit, with the nearest values that do."""
-    config, family, args, dims = job.config, job.family, job.args, job.dims
+    config, family, args, dims = job.config, job.family, job.decoder, job.dims
     training, parallelism = config.training, config.parallelism
     return [
         *(
@@ -46,7 +46,7 @@ def problems(job: Job) -> list[str]:
 
 
 def _sequence_problems(job: Job) -> list[str]:
-    config, args, dims = job.config, job.args, job.dims
+    config, args, dims = job.config, job.decoder, job.dims
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len

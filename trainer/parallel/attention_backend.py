@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from trainer.models.attention import CausalAttention
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.document_attention import PerDocumentAttention
@@ -33,7 +33,7 @@ def attention_backends(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def selects_cudnn(args: ModelArgs, dtype: torch.dtype, device: torch.device, *, value_dim: int | None = None) -> bool:
+def selects_cudnn(args: DecoderArgs, dtype: torch.dtype, device: torch.device, *, value_dim: int | None = None) -> bool:
     """Whether torch's attention runs cuDNN's kernel for causal attention of a model in this dtype on this device.
 
     `value_dim`: features of a head of v, if they are not those of q.

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs, ModelArgs, is_tied
 from converters.families.parameters import Parameter
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Float8, Model, Training
@@ -46,7 +46,7 @@ def float8_filters(settings: Float8, training: Training) -> tuple[str, ...]:
 
 def float8_notes(settings: Float8, training: Training, args: ModelArgs) -> list[str]:
     """Notes on the output projection, for the beginning of a run."""
-    if training.loss != CHUNKED or args.tied:
+    if training.loss != CHUNKED or is_tied(args):
         return []
     if settings.filter_fqns is None:
         return [
@@ -72,7 +72,7 @@ def is_float8(model: Model) -> bool:
 def float8_problems(
     settings: Float8,
     training: Training,
-    args: ModelArgs,
+    args: DecoderArgs,
     dims: MeshShape,
     *,
     microbatch_size: int,
@@ -133,7 +133,7 @@ def float8_problems(
 
 
 def _chunk_problems(
-    settings: Float8, training: Training, args: ModelArgs, dims: MeshShape, num_tokens: int, num_chunks: int
+    settings: Float8, training: Training, args: DecoderArgs, dims: MeshShape, num_tokens: int, num_chunks: int
 ) -> list[str]:
     """A chunked loss runs the output projection on one chunk of the tokens at a time."""
     is_possible = args.dim % _MULTIPLE == 0 and args.vocab_size % (dims.tp * _MULTIPLE) == 0

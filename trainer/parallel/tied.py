@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from converters.families.args import ModelArgs
+from converters.families.args import ModelArgs, is_tied
 from converters.families.parameters import EMBEDDING, OUTPUT
 from trainer.models.units import ModelPart
 from trainer.optim.clip import local_gradient
@@ -29,7 +29,7 @@ class TiedCopies:
         self.followers: list[nn.Parameter] = []  # copies of a parameter of this rank
         self._shared: list[nn.Parameter] = []
         self._group: dist.ProcessGroup | None = None
-        if not args.tied or meshes.dims.pp == 1:
+        if not is_tied(args) or meshes.dims.pp == 1:
             return
         named = [pair for part in parts for pair in part.named_parameters()]
         embeddings, outputs = ([p for name, p in named if name == fqn] for fqn in (EMBEDDING, OUTPUT))
@@ -59,12 +59,12 @@ class TiedCopies:
 def has_group_of_ends(args: ModelArgs, split: StageSplit, pp_rank: int) -> bool:
     """Whether this pipeline rank sums the embedding's gradient over a group other than pp's, which two ranks use."""
     is_end = pp_rank in (split.ranks[0], split.ranks[-1])
-    return args.tied and is_end and not split.first_and_last_on_one_rank and max(split.ranks) > 1
+    return is_tied(args) and is_end and not split.first_and_last_on_one_rank and max(split.ranks) > 1
 
 
 def native_name(name: str, args: ModelArgs) -> str:
     """The FQN of a parameter of a stage's module: that of a tied output is the embedding's."""
-    return EMBEDDING if args.tied and name == OUTPUT else name
+    return EMBEDDING if is_tied(args) and name == OUTPUT else name
 
 
 def _group_of_ends(meshes: Meshes) -> dist.ProcessGroup:

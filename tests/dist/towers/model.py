@@ -14,7 +14,7 @@ from trainer.api import ModelPart, Unit
 class ConditionBlock(nn.Module):
     def __init__(self, args):
         super().__init__()
-        self.up, self.down = nn.Linear(args.dim, args.ffn_hidden), nn.Linear(args.ffn_hidden, args.dim)
+        self.up, self.down = nn.Linear(args.dim, args.hidden), nn.Linear(args.hidden, args.dim)
 
     def forward(self, c_BD):
         return c_BD + self.down(F.gelu(self.up(c_BD)))
@@ -30,10 +30,10 @@ class AllPatches(nn.Module):
 class ImageBlock(nn.Module):
     def __init__(self, args):
         super().__init__()
-        self.num_heads, self.head_dim = args.num_heads, args.head_dim
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.num_heads, self.head_dim = args.num_heads, args.dim // args.num_heads
+        self.norm = nn.RMSNorm(args.dim, eps=1e-5)
         self.qkv, self.out = nn.Linear(args.dim, 3 * args.dim), nn.Linear(args.dim, args.dim)
-        self.up, self.down = nn.Linear(args.dim, args.ffn_hidden), nn.Linear(args.ffn_hidden, args.dim)
+        self.up, self.down = nn.Linear(args.dim, args.hidden), nn.Linear(args.hidden, args.dim)
         self.gather: nn.Module = AllPatches()
 
     def forward(self, x_BPD, c_BD):
@@ -52,8 +52,8 @@ class Towers(ModelPart):
         self.patches = nn.Linear(CHANNELS * PATCH, args.dim)
         self.condition = nn.Linear(CLASSES + 1, args.dim)
         self.condition_blocks = nn.ModuleDict({str(n): ConditionBlock(args) for n in range(args.num_condition_blocks)})
-        self.image_blocks = nn.ModuleDict({str(n): ImageBlock(args) for n in range(args.num_layers)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.image_blocks = nn.ModuleDict({str(n): ImageBlock(args) for n in range(args.num_image_blocks)})
+        self.norm = nn.RMSNorm(args.dim, eps=1e-5)
         self.head = nn.Linear(args.dim, CHANNELS * PATCH)
 
     def units(self):

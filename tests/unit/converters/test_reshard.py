@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from converters.common.errors import CheckpointError, ConfigError
 from converters.containers.dcp_names import SMALL_TENSOR_FILE
 from converters.engine.read import CatalogReader
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape
@@ -20,7 +20,7 @@ from converters.verify import verify
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
-ARGS = ModelArgs(dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
+ARGS = DecoderArgs(dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
 SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

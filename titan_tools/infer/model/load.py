@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from converters.common.box import Box, TensorSource
 from converters.common.errors import UnsupportedError
+from converters.families.args import DecoderArgs
 from converters.families.blocks import Block, Experts, GroupedQuery, Latent
 from converters.families.parameters import Parameter, Role
 from converters.families.registry import get_family
@@ -90,6 +91,14 @@ class SlicedModel:
         return sum(layer.bytes_chosen(num) for layer in self.experts)
 
 
+def numbers_of(info: ModelInfo) -> DecoderArgs:
+    """The numbers of a model that predicts the next token. Raises UnsupportedError for another one."""
+    objective = get_trainer_family(info.family).objective
+    if objective is not None:
+        raise UnsupportedError(f"models of family {info.family!r} learn {objective.unit}, not the next token")
+    return info.decoder
+
+
 def load_model(
     source: TensorSource,
     info: ModelInfo,
@@ -109,7 +118,7 @@ def load_model(
     product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
     for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
-    args, family = info.args, get_family(info.family)
+    args, family = numbers_of(info), get_family(info.family)
     parameters, blocks = family.parameters(args), family.blocks(args)
     model: Any = _empty_model(info, parameters)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
@@ -162,12 +171,9 @@ def load_model(
 
 
 def _empty_model(info: ModelInfo, parameters: Sequence[Parameter]) -> nn.Module:
-    """The trainer's model on the meta device. Raises UnsupportedError if it learns something else than text."""
-    trained = get_trainer_family(info.family)
-    if trained.objective is not None:
-        raise UnsupportedError(f"models of family {info.family!r} learn {trained.objective.unit}, not the next token")
+    """The trainer's model on the meta device."""
     with torch.device("meta"), _NoInitialValues():
-        model = trained.build_model(info.args)
+        model = get_trainer_family(info.family).build_model(info.args)
     check_parameters(model, parameters, family=info.family)
     return model
 
@@ -245,12 +251,12 @@ def _num_kv_heads(slices: Mapping[str, Box], info: ModelInfo, latent: Latent | N
     if latent:
         return 1
     k, v = (slices.get(f"layers.0.attention.{name}.weight") for name in ("wk", "wv"))
-    if k is None or v is None or k.sizes[0] != v.sizes[0] or k.sizes[0] % info.args.head_dim:
+    if k is None or v is None or k.sizes[0] != v.sizes[0] or k.sizes[0] % info.decoder.head_dim:
         raise UnsupportedError(
             f"family {info.family!r}: the cache of `titan infer` stores heads of layers.N.attention.wk and wv, both"
-            f" {info.args.head_dim} wide, and this family has others"
+            f" {info.decoder.head_dim} wide, and this family has others"
         )
-    return k.sizes[0] // info.args.head_dim
+    return k.sizes[0] // info.decoder.head_dim
 
 
 class _NoInitialValues(TorchFunctionMode):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from converters.common.box import Box
 from converters.common.errors import ConfigError
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.parameters import Parameter, Role
 from converters.layout.layout import chunk_bounds
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 
-def valid_tp(args: ModelArgs) -> list[int]:
+def valid_tp(args: DecoderArgs) -> list[int]:
     """The tp degrees that slice attention at head boundaries; with more ranks than KV heads, those are replicated.
 
     Feed-forward and vocabulary may be sliced unevenly, so they set no limit.
@@ -30,7 +30,7 @@ def valid_tp(args: ModelArgs) -> list[int]:
     return [tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
 
 
-def check_tp(args: ModelArgs, tp: int) -> None:
+def check_tp(args: DecoderArgs, tp: int) -> None:
     """Raise ConfigError if `tp` cannot divide the attention heads."""
     valid = valid_tp(args)
     if tp not in valid:
@@ -41,7 +41,7 @@ def check_tp(args: ModelArgs, tp: int) -> None:
         )
 
 
-def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int) -> Box:
+def slice_for_rank(parameter: Parameter, args: DecoderArgs, *, tp: int, rank: int) -> Box:
     """The box that `rank` of `tp` holds; it may be empty where uneven slicing leaves nothing."""
     offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
     dim = parameter.tp_dim

@@ -66,7 +66,7 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
     Raises CheckpointError if the tokenizer is missing or has more tokens than the embedding has rows, but for added
     ones: those are refused in a text.
     """
-    num_rows = info.args.vocab_size
+    num_rows = info.decoder.vocab_size
     tokenizer = load_tokenizer(folder, num_rows=num_rows)
     if tokenizer.base_size > num_rows:
         raise CheckpointError(

@@ -99,7 +99,7 @@ class Sink:
         (
             families.register,
             (replace(LLAMA3, name="mine", block=takes_one),),
-            "`block` of family 'mine' is called with (ModelArgs, int)",
+            "`block` of family 'mine' is called with (Args, int)",
         ),
         (
             families.register,
@@ -147,7 +147,7 @@ class Section:
         (
             register_family,
             (replace(LLAMA3, ends=takes_nothing),),
-            "`ends` of family 'llama3' is called with (ModelArgs): too",
+            "`ends` of family 'llama3' is called with (Args): too",
         ),
         (
             register_family,

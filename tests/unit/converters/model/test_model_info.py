@@ -9,7 +9,7 @@ import pytest
 
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.families import registry
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
 from converters.source.weights import open_native
@@ -40,7 +40,7 @@ def test_hf_and_meta(tmp_path):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnArgs(ModelArgs):
+class OwnArgs(DecoderArgs):
     logit_scale: float = 0.5
     window: int | None = None
     rotary: str = "full"

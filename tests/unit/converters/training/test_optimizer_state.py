@@ -11,7 +11,7 @@ from converters.common.box import Box
 from converters.common.errors import CheckpointError, UnsupportedError
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout.layout import local_box
 from converters.layout.mesh_shape import MeshShape
@@ -21,7 +21,7 @@ from converters.training.sections import describe_loader_state
 from converters.verify import verify
 from tests.doors import reshard
 
-ARGS = ModelArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
+ARGS = DecoderArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
 SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}
 WQ = "layers.0.attention.wq.weight"
 
@@ -165,7 +165,7 @@ def test_numbered_groups_of_native_names_stay_as_they_are(tmp_path):
 
 
 def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
-    tied = ModelArgs(**{f: getattr(ARGS, f) for f in ARGS.__dataclass_fields__} | {"tied": True})
+    tied = DecoderArgs(**{f: getattr(ARGS, f) for f in ARGS.__dataclass_fields__} | {"tied": True})
     native = {fqn: t for fqn, t in weights().items() if fqn != "output.weight"}
     hf = hf_names(native) | {"lm_head.weight": native["tok_embeddings.weight"]}
     states = {f"state.{name}.exp_avg": t + 1 for name, t in hf.items()}

@@ -7,7 +7,7 @@ import pytest
 
 from converters.common.box import Box
 from converters.common.errors import CheckpointError
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.llama import HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
 from converters.families.llama3 import LLAMA3
 from converters.model.model_info import ModelInfo
@@ -18,7 +18,7 @@ from converters.views.expressions import Source
 from tests.unit.converters.samples import Arrays
 
 # head_dim ≠ dim / num_heads, grouped queries, more than 10 layers: `layers.1` must not take `layers.11`
-ARGS = ModelArgs(dim=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=20, vocab_size=31)
+ARGS = DecoderArgs(dim=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=20, vocab_size=31)
 INFO = ModelInfo("llama3", ARGS)
 TIED = ModelInfo("llama3", replace(ARGS, tied=True))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from converters.common.errors import ConfigError, UnsupportedError
 from converters.families import llama3
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import Experts, rope_of
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
@@ -46,7 +46,7 @@ from trainer.models.rope import RotaryAngles, rotate
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = Path(__file__).parents[4] / "scripts" / "validate_memory.py"
-ARGS = ModelArgs(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64)
+ARGS = DecoderArgs(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64)
 PIPELINED = """\
 id,grade,date,stack,hardware,gpu_total_gib,model,seq_len,local_bs,world,dp_shard,dp_rep,tp,pp,pp_sched,cp,ac,compile,\
 float8,loss,fsdp_reshard,norm,metric,value_gib,step,source,notes,allocator,flags_known

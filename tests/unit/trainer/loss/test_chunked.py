@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from converters.common.errors import UnsupportedError
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from trainer.batch import Inputs
 from trainer.config.sections import Compile, Training
 from trainer.data.batch import IGNORED
@@ -190,7 +190,7 @@ def test_any_output_module_will_do():
 
 # --- in a model
 
-ARGS = ModelArgs(64, 2, 4, 2, 16, 128, vocab_size=4096)
+ARGS = DecoderArgs(64, 2, 4, 2, 16, 128, vocab_size=4096)
 BATCH, LENGTH = 2, 128
 CHUNK_TOKENS = BATCH * LENGTH // 8
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import rope_of
 from converters.families.qwen3 import Qwen3Args
 from converters.families.rope import RopeScaling
@@ -19,13 +19,13 @@ STARTS = (0, 5000, 16000)
 LLAMA_31 = RopeScaling(factor=8.0, original_max_position_embeddings=512)
 LLAMA_32 = RopeScaling(factor=32.0, original_max_position_embeddings=512)
 QWEN = {"norm_eps": 1e-6, "rope_theta": 1e6}
-GROUPED = ModelArgs(64, 3, 4, 2, 16, 160, 256, rope_scaling=LLAMA_31)
-TIED = ModelArgs(64, 3, 4, 1, 16, 160, 256, rope_scaling=LLAMA_32, tied=True)
+GROUPED = DecoderArgs(64, 3, 4, 2, 16, 160, 256, rope_scaling=LLAMA_31)
+TIED = DecoderArgs(64, 3, 4, 1, 16, 160, 256, rope_scaling=LLAMA_32, tied=True)
 MODELS = {
     "llama3, grouped": ("llama3", GROUPED),
     "llama3, tied": ("llama3", TIED),
-    "llama3, unscaled": ("llama3", ModelArgs(64, 3, 4, 4, 16, 160, 256, rope_theta=10000.0)),
-    "llama3, head_dim apart": ("llama3", ModelArgs(48, 2, 4, 2, 32, 96, 256, rope_scaling=LLAMA_31)),
+    "llama3, unscaled": ("llama3", DecoderArgs(64, 3, 4, 4, 16, 160, 256, rope_theta=10000.0)),
+    "llama3, head_dim apart": ("llama3", DecoderArgs(48, 2, 4, 2, 32, 96, 256, rope_scaling=LLAMA_31)),
     "qwen3, grouped": ("qwen3", Qwen3Args(64, 3, 4, 2, 16, 160, 256, **QWEN)),
     "qwen3, tied": ("qwen3", Qwen3Args(64, 3, 4, 1, 16, 160, 256, tied=True, **QWEN)),
     "qwen3, head_dim apart": ("qwen3", Qwen3Args(48, 2, 4, 2, 32, 96, 256, **QWEN)),

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from converters.api import convert, diff
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.blocks import Block, Dense, Ends, GroupedQuery, Norm, Rope, Temperature
 from converters.families.parameters import parameters_of
 from converters.families.rope import YarnRope
@@ -25,7 +25,7 @@ NUMBERS = {
     "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256, "rms_norm_eps": 1e-3,
     "pad_token_id": None,
 }  # fmt: skip
-ARGS = ModelArgs(32, 5, 4, 2, 24, 56, vocab_size=97, norm_eps=1e-3, rope_theta=1e4)
+ARGS = DecoderArgs(32, 5, 4, 2, 24, 56, vocab_size=97, norm_eps=1e-3, rope_theta=1e4)
 NORM, DENSE, ROPE = Norm(1e-3), Dense(56), Rope(1e4, 24, pairs=False)
 PLAIN = Block(GroupedQuery(ROPE), DENSE, NORM)
 YARN = YarnRope(4.0, 16, mscale=1.0, mscale_all_dim=1.0)

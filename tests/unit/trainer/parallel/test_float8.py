@@ -16,7 +16,7 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from converters.common.errors import ConfigError
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.registry import get_family
 from converters.layout.mesh_shape import MeshShape
 from trainer.config.sections import Compile, Config, Float8, Model, Parallelism, Training
@@ -204,7 +204,7 @@ def test_tensor_parallelism_gathers_float8_where_one_scale_goes_with_it():
 FSDP2 = MeshShape(dp_shard=2)
 
 
-def problems(chosen: Config, dims: MeshShape = FSDP2, args: ModelArgs | None = None) -> list[str]:
+def problems(chosen: Config, dims: MeshShape = FSDP2, args: DecoderArgs | None = None) -> list[str]:
     """Problems of the layout that are float8's; the other features' are not of interest here."""
     found = layout_problems(chosen, args or get_family("llama3").flavors[chosen.model.flavor], dims)
     return [problem for problem in found if "float8" in problem]

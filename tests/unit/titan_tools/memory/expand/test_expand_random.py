@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from converters.families.args import ModelArgs
+from converters.families.args import DecoderArgs
 from converters.families.registry import get_family
 from tests.state_bytes import state_bytes, traced_state_bytes
 from tests.unit.titan_tools.memory.expand.test_expand import assert_same
@@ -37,7 +37,7 @@ def test_a_config_drawn_at_random(seed, monkeypatch):
             assert traced_state_bytes(trace, job) == state_bytes(job, pp_rank), pp_rank
 
 
-def drawn(r: random.Random) -> tuple[str, ModelArgs, dict[str, Any]]:
+def drawn(r: random.Random) -> tuple[str, DecoderArgs, dict[str, Any]]:
     """A family, a model with few layers, and the keys of a config."""
     family = r.choice(["llama2", "llama3", "llama3", "qwen3"])
     pp, tp, cp = r.choice([1, 1, 2, 2, 4]), r.choice([1, 1, 1, 2, 4]), r.choice([1, 1, 1, 2])
