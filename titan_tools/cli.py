@@ -27,9 +27,10 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
+from titan_tools.launch.failures import end_start_at_stop_request
 from titan_tools.terminal.completion import TAKES_CONFIG
 from titan_tools.terminal.console import note, print_error
-from titan_tools.terminal.interrupts import resend_swallowed_signals
+from titan_tools.terminal.interrupts import Terminated, resend_swallowed_signals, terminate
 from titan_tools.terminal.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
 
 EXIT_CODES = """\b
@@ -130,6 +131,8 @@ def _options_of_titan(
 ) -> None:
     if as_json:
         context.fail(f"--json goes after the command: titan {context.invoked_subcommand} --json")
+    if context.invoked_subcommand == "train" and "RANK" not in os.environ:
+        end_start_at_stop_request()
     if context.invoked_subcommand in _RUN_MODELS:
         from titan_tools.installation import note_on_torch
         from titan_tools.launch.launched import started_by_titan
@@ -177,7 +180,7 @@ app.command("models", short_help=_SHORT["models"])(models)
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    resend_swallowed_signals({KeyboardInterrupt: (signal.SIGINT, None), _Terminated: (signal.SIGTERM, _terminate)})
+    resend_swallowed_signals({KeyboardInterrupt: (signal.SIGINT, None), Terminated: (signal.SIGTERM, terminate)})
     code = run()
     try:
         sys.stdout.flush()
@@ -203,7 +206,8 @@ def run() -> int:
     if (sys.stdout.encoding or "utf-8").lower().replace("_", "-") != "utf-8":  # tables have characters outside of it
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # typed as any TextIO
     if "RANK" not in os.environ:  # the launcher of a rank reads from its exit status that a signal ended it
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, terminate)
+    Terminated.error = None
     try:
         code = app(prog_name="titan", standalone_mode=False)
         sys.stdout.flush()
@@ -214,7 +218,9 @@ def run() -> int:
         return _print_usage_error(error)
     except (typer.Abort, _Interrupted, KeyboardInterrupt) as error:
         return print_error("interrupted", "interrupted", _notes(error), exit_code=130)
-    except _Terminated as error:
+    except Terminated as error:
+        if error.error:
+            return _print(error.error)
         return print_error("terminated", "ended by SIGTERM", _notes(error), exit_code=128 + signal.SIGTERM)
     except SystemExit as error:  # raised by Typer after a completion, and in place of a BrokenPipeError
         if code := _print_error_of_import(error):
@@ -236,15 +242,6 @@ def run() -> int:
 
 def _print(error: TitanError, *, tries: Sequence[str] = ()) -> int:
     return print_error(error.kind, error.message, error.hint, tries or error.tries, error.exit_code)
-
-
-class _Terminated(BaseException):
-    """SIGTERM as an exception, so that unfinished output is removed. Typer has its own use of SystemExit."""
-
-
-def _terminate(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
-    raise _Terminated
 
 
 def _fewer_workers() -> list[str]:

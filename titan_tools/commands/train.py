@@ -8,6 +8,7 @@ import typer
 
 from titan_tools.commands.config_words import check_words
 from titan_tools.terminal.completion import complete_config
+from titan_tools.terminal.interrupts import Terminated
 
 
 def train(
@@ -78,6 +79,8 @@ def train(
     Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0). PYTORCH_ALLOC_CONF is set to
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
+    if dry_run:
+        Terminated.error = None  # there is no run that a scheduler would start again
     from converters.common.errors import ConfigError
     from titan_tools.launch.launch import NodeOptions
     from titan_tools.launch.launched import has_all_ranks, started_by_titan

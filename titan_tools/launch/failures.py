@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from converters.common.errors import TitanError
+from titan_tools.terminal.interrupts import Terminated, terminate
 
 _AGENT_GRACE_SECS = 25  # a little less than the agent waits between SIGTERM and SIGKILL
 
@@ -22,6 +23,12 @@ class RankFailure(TitanError):
 def stopped_while_starting() -> RankFailure:
     """The failure if a stop request comes before any rank trains."""
     return RankFailure("stopped on request while starting: there was nothing to save yet", exit_code=75)
+
+
+def end_start_at_stop_request() -> None:
+    """Until the agent takes signals, let SIGTERM and SIGUSR1 end this process as `stopped_while_starting`."""
+    Terminated.error = stopped_while_starting()
+    signal.signal(signal.SIGUSR1, terminate)
 
 
 _WHY_ENDED = {

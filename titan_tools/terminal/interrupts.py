@@ -9,12 +9,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
+from converters.common.errors import TitanError
 from titan_tools.launch.launched import started_by_titan
 from titan_tools.terminal.console import prints_json
 
 _RETRY_DELAY_SECS = 0.01  # long enough for most `__del__` methods and callbacks; if it is not, the signal is sent again
+
+
+class Terminated(BaseException):
+    """SIGTERM as an exception, so that unfinished output is removed. Typer has its own use of SystemExit."""
+
+    error: ClassVar[TitanError | None] = None  # what it means to the command that runs
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+    """The handler that raises Terminated."""
+    signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
+    raise Terminated
+
 
 Handler = Callable[[int, FrameType | None], Any]
 

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from converters.store.location import locate
 from titan_tools import cli
 from titan_tools.cli import app
 from titan_tools.launch.failures import RankFailure
+from trainer.config.sections import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 TITAN = [sys.executable, "-m", "titan_tools"]
@@ -143,11 +145,29 @@ def test_with_json_an_error_is_one_object_on_stdout(titan, arguments, kind, mess
     assert titan(*arguments).stdout == ""
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("moment", ["trainer.config.load.load_config", "titan_tools.launch.training.find_device"])
+def test_a_stop_request_while_a_run_starts_is_one_that_a_scheduler_resumes(titan, monkeypatch, number, moment):
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
+    monkeypatch.setattr(moment, lambda *_, **__: os.kill(os.getpid(), number))
+    if "find_device" in moment:
+        monkeypatch.setattr("trainer.config.load.load_config", lambda *_: Config())
+    try:
+        done = titan("train", "debug")
+        assert (done.returncode, done.stdout) == (75, "")
+        assert done.stderr.endswith("error: stopped on request while starting: there was nothing to save yet\n")
+        if number == signal.SIGTERM and "load" in moment:
+            assert titan("train", "debug", "--dry-run").returncode == 143
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 @pytest.mark.parametrize(
     ("raised", "kind", "code"),
     [
         (KeyboardInterrupt(), "interrupted", 130),
-        (cli._Terminated(), "terminated", 143),
+        (cli.Terminated(), "terminated", 143),
         (PermissionError(errno.EACCES, "Permission denied", "a"), "machine", 2),
         (RankFailure("lost", exit_code=3), "rank", 3),
         (ZeroDivisionError("a slip"), "internal", 3),
