@@ -400,11 +400,6 @@ class PretendOutputs:
         finally:
             journal.close()
 
-    def names(self, folder: Location) -> list[str]:
-        if Objects().size(key_of(folder)) is not None:
-            raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
-        return PretendStore(folder).names()
-
     def remove(self, location: Location) -> None:
         remove(location)
 

@@ -21,7 +21,10 @@ class Store(Protocol):
         """The folder of the files, as errors show it."""
 
     def names(self, folder: str = "") -> list[str]:
-        """The names of the files in a folder and, with a `/` at the end, of the folders in it, sorted."""
+        """The names of the files in a folder and, with a `/` at the end, of the folders in it, sorted.
+
+        Checkpoints that outputs have committed or removed show at once: a store whose lists lag keeps its own record.
+        """
 
     def walk(self) -> list[str]:
         """The names of all files below the location, in its folders, too, sorted."""
@@ -88,6 +91,11 @@ def is_present(location: Location) -> bool:
     except (CheckpointError, OSError):  # NFS answers ESTALE for a folder that was just made
         return False
     return True
+
+
+def is_file_at(location: Location) -> bool:
+    """Whether there is a file, and no folder."""
+    return is_present(location) and open_store(location)[1] != ""
 
 
 def names_at(location: Location) -> list[str]:

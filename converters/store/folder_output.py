@@ -188,15 +188,6 @@ class FolderOutputs:
             print(owner, file=file, flush=True)
             yield
 
-    def names(self, folder: Location) -> list[str]:
-        try:
-            with os.scandir(folder.path) as entries:
-                return sorted(f"{e.name}/" if e.is_dir(follow_symlinks=False) else e.name for e in entries)
-        except FileNotFoundError:
-            return []
-        except NotADirectoryError:
-            raise CheckpointError(f"the checkpoint folder is not a folder: {folder}") from None
-
     def remove(self, location: Location) -> None:
         # Renamed first: an interrupted removal leaves a temporary folder, not half a checkpoint.
         doomed = location.path.with_name(f"{TEMPORARY_PREFIX}{uuid4().hex}")
@@ -205,9 +196,9 @@ class FolderOutputs:
 
     def sweep(self, folder: Location) -> None:
         path = folder.path
-        for name in self.names(folder):
-            if name.startswith(ASIDE_PREFIX) and step_of(name.removeprefix(ASIDE_PREFIX).rstrip("/")) is not None:
-                aside, step = path / name, path / name.removeprefix(ASIDE_PREFIX)
+        for aside in sorted(path.glob(f"{ASIDE_PREFIX}*")):
+            if step_of(aside.name.removeprefix(ASIDE_PREFIX)) is not None:
+                step = path / aside.name.removeprefix(ASIDE_PREFIX)
                 shutil.rmtree(aside) if step.exists() else aside.rename(step)
         sweep_staging(path)
 

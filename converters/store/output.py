@@ -132,13 +132,6 @@ class Outputs(Protocol):
         ends, whatever ends it.
         """
 
-    def names(self, folder: Location) -> list[str]:
-        """The names in a folder, those of folders with a `/` at the end; none if there is no such folder.
-
-        A link is no folder. What `commit` and `remove` have changed shows at once: a store whose lists lag keeps its
-        own record. Raises CheckpointError if there is something that is no folder.
-        """
-
     def remove(self, location: Location) -> None:
         """Delete a checkpoint, so that it is none at once."""
 

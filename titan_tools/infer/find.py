@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import DCP_METADATA
+from converters.common.names import DCP_METADATA, MANIFEST
 from converters.containers.dcp import DCP
 from converters.source.open import local_folder
-from converters.store.local_files import names_in
+from converters.store.base import names_at, open_store
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_files, read_manifest
 from converters.tokenizers.assets import TOKENIZERS, find_assets
 from titan_tools.infer.text.chat_template import has_template
 from titan_tools.terminal.console import note
-from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
+from trainer.checkpoints.step_folders import folders_in, list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 
 
@@ -34,7 +34,7 @@ def find_checkpoints(place: Place) -> Iterator[FoundCheckpoint]:
     step is left.
     """
     location = locate(place)
-    run = None if location.scheme else _folder_of_steps(location.path)
+    run = _folder_of_steps(location)
     if run is None:
         yield FoundCheckpoint(location)
         return
@@ -44,7 +44,7 @@ def find_checkpoints(place: Place) -> Iterator[FoundCheckpoint]:
         folder = step_folder(run, step)
         problem = size_problem(folder) or _small_file_problem(folder)
         if not problem:
-            yield FoundCheckpoint(locate(folder), True, tuple(problems[num_reported:]))
+            yield FoundCheckpoint(folder, True, tuple(problems[num_reported:]))
             problem, num_reported = "it is damaged", len(problems) + 1
         problems.append(f"{folder.name}: {problem}")
     raise CheckpointError(f"no step in {run} is complete:" + list_offenders(problems))
@@ -52,9 +52,9 @@ def find_checkpoints(place: Place) -> Iterator[FoundCheckpoint]:
 
 def newest_step(place: Location) -> Location:
     """The newest step with a .metadata file where `place` is a run's folder, with a note; else `place`."""
-    run = None if place.scheme else _folder_of_steps(place.path)
+    run = _folder_of_steps(place)
     steps = [step_folder(run, step) for step in list_steps(run)] if run else []
-    complete = [step for step in steps if DCP.marks(names_in(step))]
+    complete = [step for step in steps if DCP.marks(names_at(step))]
     if not complete:
         return place
     cut_off = ", ".join(step.name for step in steps[: steps.index(complete[0])])
@@ -64,7 +64,7 @@ def newest_step(place: Location) -> Location:
         + (f" ({cut_off}: no {DCP_METADATA}, an interrupted save)" if cut_off else "")
         + others
     )
-    return locate(complete[0])
+    return complete[0]
 
 
 def find_tokenizer(root: Path, model_from: Place | None, assets: Mapping[str, Path]) -> Path:
@@ -86,25 +86,28 @@ def find_tokenizer(root: Path, model_from: Place | None, assets: Mapping[str, Pa
     )
 
 
-def _small_file_problem(step: Path) -> str:
+def _small_file_problem(step: Location) -> str:
     """The problem of a step's files without tensors, which are read before the check for damage."""
-    manifest = read_manifest(step)
+    store, _ = open_store(step)
+    manifest = read_manifest(store.local([MANIFEST]))
     small = [name for name in manifest.files if not DCP.is_data(name)] if manifest else []
-    return "; ".join(check_files(step, small, manifest=manifest))
+    return "; ".join(check_files(store, small, manifest=manifest))
 
 
-def _folder_of_steps(path: Path) -> Path | None:
-    """The folder with a run's steps; None if `path` is not a run's folder."""
-    if not path.is_dir() or DCP.marks(names_in(path)):
+def _folder_of_steps(place: Location) -> Location | None:
+    """The folder with a run's steps; None if `place` is not a run's folder."""
+    names = names_at(place)
+    if not names or DCP.marks(names):
         return None
-    return next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
+    return next((folder for folder in _places_of_steps(place) if list_steps(folder)), None)
 
 
-def _places_of_steps(path: Path) -> list[Path]:
+def _places_of_steps(place: Location) -> Iterator[Location]:
     """Where a run may keep its steps: here, in the default subfolder, or in the only other subfolder with steps."""
-    usual = path / Checkpoint().folder
-    others = [p for p in sorted(path.iterdir()) if p.is_dir() and not p.is_symlink() and p != usual and list_steps(p)]
-    return [path, usual, *(others if len(others) == 1 else ())]
+    yield place
+    yield (usual := place / Checkpoint().folder)
+    others = [place / name for name in folders_in(place) if place / name != usual and list_steps(place / name)]
+    yield from others if len(others) == 1 else ()
 
 
 def _tokenizer_in(folder: Path) -> dict[str, Path]:

@@ -14,7 +14,8 @@ from converters.common.names import (
     TEMPORARY_PREFIX,
     step_of,
 )
-from converters.store.base import open_store
+from converters.store.base import is_file_at, names_at, open_store
+from converters.store.local_files import is_link
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_sizes
 from converters.store.outputs import outputs_at
@@ -28,10 +29,17 @@ def step_folder(folder: P, step: int) -> P:
 
 def list_steps(folder: Place) -> list[int]:
     """Steps with a folder of exactly that name, newest first. Links and files of that name are not checkpoints."""
-    steps = {step_of(name[:-1]): name[:-1] for name in _names(folder) if name.endswith("/")}
+    steps = {step_of(name): name for name in folders_in(folder)}
     return sorted(
         (s for s, name in steps.items() if s is not None and name == STEP_FOLDER.format(step=s)), reverse=True
     )
+
+
+def folders_in(folder: Place) -> list[str]:
+    """The names of the folders in a folder, without links; none if it does not exist."""
+    names = [name[:-1] for name in names_at(locate(folder)) if name.endswith("/")]
+    root = open_store(locate(folder))[0].local() if names else Path()
+    return [name for name in names if not is_link(root / name)]
 
 
 def steps_to_load(folder: Place, steps: list[int], wanted: int) -> list[int]:
@@ -52,13 +60,8 @@ def sweep(folder: Place) -> None:
 
 def steps_aside(folder: Place) -> list[str]:
     """Folders of steps that a save was replacing; a kill between its two renames leaves one without its successor."""
-    aside = (name.rstrip("/") for name in _names(folder) if name.startswith(ASIDE_PREFIX))
+    aside = (name.rstrip("/") for name in names_at(locate(folder)) if name.startswith(ASIDE_PREFIX))
     return [name for name in aside if step_of(name.removeprefix(ASIDE_PREFIX)) is not None]
-
-
-def _names(folder: Place) -> list[str]:
-    location = locate(folder)
-    return outputs_at(location).names(location)
 
 
 def refuse_foreign(folder: Place) -> None:
@@ -66,10 +69,12 @@ def refuse_foreign(folder: Place) -> None:
 
     Called before anything is deleted: other files are not titan's to remove.
     """
+    if is_file_at(locate(folder)):
+        raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
     if list_steps(folder) or steps_aside(folder):
         return
     own_names = (TEMPORARY_PREFIX, RUN_LOCK)
-    names = [name.rstrip("/") for name in _names(folder) if not name.startswith(own_names)]
+    names = [name.rstrip("/") for name in names_at(locate(folder)) if not name.startswith(own_names)]
     if names:
         raise CheckpointError(
             f"{folder} holds no checkpoint of a run, but other files:" + list_offenders(names, most=5),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from itertools import islice
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 from tests.pretend_store import LAG, Objects, key_of
 from tests.uploaded import upload
+from titan_tools.infer.find import find_checkpoints, newest_step
 
 pytestmark = pytest.mark.parametrize("store", ["pretend"], indirect=True)
 OF_FOLDERS = {"hf cache, repository": "its snapshot is found by links"}
@@ -190,6 +192,8 @@ def test_folders_of_other_things_are_named(llama, tmp_path):
         with pytest.raises(CheckpointError, match=called) as caught:
             open_checkpoint(place)
         assert caught.value.tries == (f"{location}/checkpoint/step-10",)
+        assert newest_step(place) == location / "checkpoint/step-10"
+        assert [found.place for found in islice(find_checkpoints(place), 1)] == [location / "checkpoint/step-10"]
     (tmp_path / "wrapped" / "pytorch_model_fsdp_0").mkdir(parents=True)
     for name in os.listdir(run / "step-10"):
         if name.startswith("_") or name == DCP_METADATA:

@@ -18,10 +18,10 @@ from converters.engine.read import CatalogReader
 from converters.families.llama3 import FLAVORS
 from converters.model.model_info import ModelInfo, read_model_info
 from converters.source.open import open_checkpoint
+from converters.store.base import names_at
 from converters.store.location import locate
 from converters.store.manifest import check_files, read_manifest
 from converters.store.output import SummedFile
-from converters.store.outputs import outputs_at
 from trainer.checkpoints import io as checkpoint_io
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader
@@ -107,7 +107,7 @@ def test_we_read_what_we_write_and_the_manifest_agrees(place, group):
     tensors = {key for key, value in _flat(_state()).items() if torch.is_tensor(value)}
     assert set(read_manifest(catalog.root).tensors) == tensors
     assert read_model_info(catalog.root).args == INFO.args
-    assert outputs_at(locate(place)).names(locate(place)) == ["step-4/"]
+    assert names_at(locate(place)) == ["step-4/"]
 
 
 @pytest.mark.parametrize("store", ["folder", "pretend"], indirect=True)
