@@ -19,6 +19,13 @@ from trainer.models.rope import PositionFeatures, position_features, rotate_firs
 PLAIN = GroupedQuery(rope=None)  # causal attention of given q and k to all tokens
 
 
+def kind_of(layer: nn.Module) -> GroupedQuery:
+    """The window, chunk and sinks of a layer's attention: its `kind`, or PLAIN if the module of a family has none."""
+    kind = getattr(layer.attention, "kind", PLAIN)
+    assert isinstance(kind, GroupedQuery)
+    return kind
+
+
 def to_one_width(*tensors: Tensor) -> list[Tensor]:
     """Zeros behind the last dim of those that are narrower than the widest, for kernels that take one width.
 

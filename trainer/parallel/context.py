@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from converters.families.blocks import GroupedQuery
-from trainer.models.attention import PLAIN, first_features, to_one_width
+from trainer.models.attention import PLAIN, first_features, kind_of, to_one_width
+from trainer.models.latent_attention import LatentAttention
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.shards import gather_shards
 
@@ -277,7 +278,7 @@ def apply_cp(
     """
     for name, layer, *_ in blocks_of(model):
         attention: Any = layer.attention
-        is_latent = hasattr(attention, "key_context")
+        is_latent = isinstance(attention, LatentAttention)
         if is_latent:
             attention.key_context = GatheredKeyContext(group)
         attention.inner_attention = ContextParallelAttention(
@@ -285,5 +286,5 @@ def apply_cp(
             gathers=not is_latent,
             uses_cudnn=uses_cudnn,
             masked=(masked or {}).get(name),
-            kind=getattr(attention, "kind", PLAIN),
+            kind=kind_of(layer),
         )

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.families.blocks import GroupedQuery
-from trainer.models.attention import PLAIN
+from trainer.models.attention import kind_of
 from trainer.models.units import ModelPart, blocks_of
 from trainer.parallel.context import ContextParallelAttention, MaskedAttention
 from trainer.parallel.document_attention import PerDocumentAttention, chunks_of_documents
@@ -33,7 +32,7 @@ def masked_layers(
     model: ModelPart, masked: Callable[[int | None], MaskedAttention], *, has_documents: bool
 ) -> dict[str, MaskedAttention]:
     """The attentions of layers that need masks, by name: all with documents, else those of windows, chunks, sinks."""
-    kinds = {name: _kind(layer) for name, layer, *_ in blocks_of(model)}
+    kinds = {name: kind_of(layer) for name, layer, *_ in blocks_of(model)}
     return {name: masked(kind.window) for name, kind in kinds.items() if has_documents or kind.needs_mask}
 
 
@@ -81,7 +80,7 @@ def apply_masks(
         maker: Callable[[Tensor], Any] | None = None
         inner = attention.inner_attention
         if name in masked:
-            reach = (_kind(layer).window, _kind(layer).chunk)
+            reach = (kind_of(layer).window, kind_of(layer).chunk)
             if isinstance(inner, ContextParallelAttention):
                 cp, maker = inner.cp, inner.make_masks
             else:
@@ -109,12 +108,6 @@ def apply_masks(
         return static[num_tokens]
 
     setattr(model, "make_mask", make_mask)  # noqa: B010
-
-
-def _kind(layer: nn.Module) -> GroupedQuery:
-    kind = getattr(layer.attention, "kind", PLAIN)
-    assert isinstance(kind, GroupedQuery)
-    return kind
 
 
 def _of_whole_sequences(attend: MaskedAttention) -> Callable[[Tensor], Any]:
