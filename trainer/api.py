@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from trainer.models.moe import MoE
     from trainer.models.norms import make_norm
     from trainer.models.units import ModelPart, Unit
+    from trainer.parallel.pipeline import StageShapes
     from trainer.parallel.shards import gather_shards
 
 __all__ = [
     "load_config", "train", "seed", "register_model", "register_section", "register_dataset", "register_loss",
     "register_metric_sink", "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
-    "Number", "Objective", "Data", "HeldOut", "Batch", "Inputs", "ModelPart", "Unit", "gather_shards",
+    "Number", "Objective", "Data", "HeldOut", "Batch", "Inputs", "ModelPart", "Unit", "StageShapes",
+    "gather_shards",
     "GroupedQueryAttention", "FeedForward", "MoE", "TransformerBlock", "Transformer", "make_norm", "IGNORED",
 ]  # fmt: skip
 
@@ -50,6 +52,7 @@ _NEED_TORCH = {
     "Inputs": "trainer.batch",
     "ModelPart": "trainer.models.units",
     "Unit": "trainer.models.units",
+    "StageShapes": "trainer.parallel.pipeline",
     "gather_shards": "trainer.parallel.shards",
     "FeedForward": "trainer.models.feed_forward",
     "MoE": "trainer.models.moe",

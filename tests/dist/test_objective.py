@@ -56,6 +56,7 @@ log_freq = 1
 custom_import = "{TOWERS}"
 """
 REPLICAS, CP = "--parallelism.data_parallel_replicate_degree", "--parallelism.context_parallel_degree"
+PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
 AC, COMPILE = "--activation_checkpoint.mode", ["--compile.enable", "--compile.backend=aot_eager"]
 SELECTIVE, OPTION = f"{AC}=selective", "--activation_checkpoint.selective_ac_option"
 LAYOUTS = {  # one rank accumulates four passes, two ranks two
@@ -64,6 +65,7 @@ LAYOUTS = {  # one rank accumulates four passes, two ranks two
     "replicas 2": (2, [f"{REPLICAS}=2"]),
     "fsdp 2 cp 2, recomputed": (4, [f"{CP}=2", f"{AC}=full"]),
     "compiled, fsdp 2": (2, COMPILE),
+    "pp 2": (2, [f"{PP}=2"]),
 }
 SLOW_LAYOUTS = {
     "fsdp 2, one pass": (2, ["--training.local_batch_size=4"]),
@@ -71,6 +73,10 @@ SLOW_LAYOUTS = {
     "fsdp 2, every 2nd block recomputed": (2, [SELECTIVE, f"{OPTION}=2"]),
     "fsdp 2, operations kept": (2, [SELECTIVE, f"{OPTION}=op"]),
     "compiled, replicas 2 cp 2": (4, [*COMPILE, f"{REPLICAS}=2", f"{CP}=2"]),
+    "fsdp 2 pp 2, recomputed": (4, [f"{PP}=2", f"{AC}=full"]),
+    "cp 2 pp 2": (4, [f"{PP}=2", f"{CP}=2"]),
+    "pp 2, two stages of a rank": (2, [f"{PP}=2", f"{SCHEDULE}=Interleaved1F1B"]),
+    "compiled, pp 2": (2, [*COMPILE, f"{PP}=2"]),
     "compiled, operations kept": (2, [*COMPILE, SELECTIVE, f"{OPTION}=op"]),
 }
 
@@ -174,7 +180,7 @@ def test_its_checkpoint_is_described_by_its_own_numbers(titan, forgotten, one_ra
     ("words", "text"),
     [
         (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2 is not supported by what models of"),
-        (["--parallelism.pipeline_parallel_degree=2"], "pipeline_parallel_degree = 2 is not supported by what"),
+        ([f"{PP}=8"], "5 layers cannot be split into 8 pipeline stages"),
         (["--training.seq_len=64"], "training.seq_len = 64 is not read by what models of family towers learn"),
         (["--model.converters=quantize.linear.float8"], 'model.converters = ["quantize.linear.float8"] is not read'),
         (["--images.size=7"], "images.size = 7 is odd; nearest: 6 or 8"),

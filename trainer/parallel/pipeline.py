@@ -1,8 +1,8 @@
 """Pipeline parallelism: stages are the model with modules removed; torch's schedules run the microbatches."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,26 @@ class StageShapes:
     hidden_like: Callable[[Tensor], Tensor]  # x → an empty tensor for what stages pass on, on the same device
 
 
+_BY_SAMPLE = "by_sample_"  # before names of inputs, so that none is one that torch's schedules take themselves
+
+
 class _Stage(PipelineStage):
-    """torch's stage, with gradients of weights accumulated in FSDP's reduce dtype also under a split backward."""
+    """torch's stage, whose inputs are named, and may be the same for all microbatches.
+
+    Gradients of weights are accumulated in FSDP's reduce dtype also under a split backward.
+    """
+
+    shared: Mapping[str, Tensor] = {}
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        named = {name.removeprefix(_BY_SAMPLE): tensor for name, tensor in (kwargs or {}).items()} | dict(self.shared)
+        return super().forward_one_chunk(fwd_chunk_id, args, named, save_forward_output)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -72,16 +90,16 @@ class Pipeline:
         self.shapes = shapes
         self.num_units: Tensor | float = 1.0
         self.holds_last = split.num_stages - 1 in self.parts
-        stages = [self._make_stage(index, part) for index, part in self.parts.items()]
+        self._stages = [self._make_stage(index, part) for index, part in self.parts.items()]
         schedule_class = get_schedule_class(schedule)
         self.schedule = schedule_class(
-            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
+            self._stages if issubclass(schedule_class, PipelineScheduleMulti) else self._stages[0],
             n_microbatches=num_microbatches,
             loss_fn=self._loss,
             scale_grads=False,
         )
 
-    def _make_stage(self, index: int, part: nn.Module) -> PipelineStage:
+    def _make_stage(self, index: int, part: nn.Module) -> _Stage:
         # Given shapes avoid torch's shape inference, which runs the model and sends pickles between ranks.
         hidden = self.shapes.hidden_like(self.shapes.x).requires_grad_()
         is_last = index == self.split.num_stages - 1
@@ -103,14 +121,13 @@ class Pipeline:
         """Run all microbatches; returns the loss on ranks with the last stage, 0 elsewhere."""
         self.num_units = num_units
         losses: list[Tensor] = []
-        # Every stage needs those of each microbatch
-        shared = {name: tensor.expand(len(inputs.x), *tensor.shape) for name, tensor in inputs.shared.items()}
+        for stage in self._stages:
+            stage.shared = inputs.shared
         self.schedule.step(
             *((inputs.x,) if 0 in self.parts else ()),
             target=inputs.x if self.holds_last else None,  # with which torch calls `_loss`
             losses=losses if self.holds_last else None,
-            **shared,
-            **inputs.by_sample,
+            **{f"{_BY_SAMPLE}{name}": tensor for name, tensor in inputs.by_sample.items()},
             return_outputs=False,
         )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)

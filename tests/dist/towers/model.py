@@ -48,7 +48,7 @@ class ImageBlock(nn.Module):
 class Towers(ModelPart):
     def __init__(self, args):
         super().__init__()
-        self.dim = args.dim
+        self.dim, self.num_before = args.dim, args.num_condition_blocks
         self.patches = nn.Linear(CHANNELS * PATCH, args.dim)
         self.condition = nn.Linear(CLASSES + 1, args.dim)
         self.condition_blocks = nn.ModuleDict({str(n): ConditionBlock(args) for n in range(args.num_condition_blocks)})
@@ -57,23 +57,31 @@ class Towers(ModelPart):
         self.head = nn.Linear(args.dim, CHANNELS * PATCH)
 
     def units(self):
-        blocks = [(f"condition_blocks.{n}", block) for n, block in self.condition_blocks.items()]
-        blocks += [(f"image_blocks.{n}", block) for n, block in self.image_blocks.items()]
-        return [
+        units = [
             Unit("patches", self.patches, "first"),
             Unit("condition", self.condition, "first"),
-            *(Unit(name, block, "block", number) for number, (name, block) in enumerate(blocks)),
+            *(Unit(f"condition_blocks.{n}", block, number=int(n)) for n, block in self.condition_blocks.items()),
+            *(Unit(f"image_blocks.{n}", b, number=int(n) + self.num_before) for n, b in self.image_blocks.items()),
             Unit("norm", self.norm, "last"),
             Unit("head", self.head, "last"),
         ]
+        return [unit for unit in units if unit.module is not None]
 
     def forward(self, x, condition, places):
-        """Noisy patches [B, P, CHANNELS · PATCH], classes and times [B, CLASSES + 1], places of patches [P]."""
-        frequencies_D = torch.arange(self.dim, device=x.device, dtype=torch.float32) / self.dim
-        x_BPD = self.patches(x) + torch.cos(places.unsqueeze(1) * 0.1**frequencies_D).type_as(x)
-        c_BD = self.condition(condition)
+        """Noisy patches [B, P, CHANNELS · PATCH], classes and times [B, CLASSES + 1], places of patches [P].
+
+        A pipeline stage but the first gets instead of `x` what the one before returned: both streams, [B, P + 1, D].
+        """
+        if self.patches is None:
+            x_BPD, c_BD = x[:, :-1], x[:, -1]
+        else:
+            frequencies_D = torch.arange(self.dim, device=x.device, dtype=torch.float32) / self.dim
+            x_BPD = self.patches(x) + torch.cos(places.unsqueeze(1) * 0.1**frequencies_D).type_as(x)
+            c_BD = self.condition(condition)
         for block in self.condition_blocks.values():
             c_BD = block(c_BD)
         for block in self.image_blocks.values():
             x_BPD = block(x_BPD, c_BD)
+        if self.head is None:
+            return torch.cat((x_BPD, c_BD.unsqueeze(1)), dim=1)
         return self.head(self.norm(x_BPD))

@@ -52,7 +52,9 @@ def place(job, meshes, device):
         dtype = getattr(torch, job.config.training.mixed_precision_param)
         condition = torch.cat((batch.classes, time_B1), dim=1).to(dtype)
         target = (noise_BPC - batch.images)[:, here]
-        return Inputs(noisy_BPC[:, here].to(dtype), {"condition": condition, "target": target}, {"places": places})
+        return Inputs(
+            noisy_BPC[:, here].to(dtype).contiguous(), {"condition": condition, "target": target}, {"places": places}
+        )
 
     return inputs
 
@@ -61,7 +63,8 @@ def install_loss(part, job, meshes):
     forward = part.forward
 
     def loss_sum(x, target, **others):
-        return (forward(x, **others).float() - target).square().sum()
+        result = forward(x, **others)
+        return result if part.head is None else (result.float() - target).square().sum()
 
     part.forward = loss_sum
 
@@ -83,6 +86,22 @@ def prepare(part, job, meshes, device):
             unit.module.gather = GatheredPatches()
 
 
+def stage_shapes(job):
+    """Noisy patches [B, P, CHANNELS · PATCH], and between stages those and the condition, [B, P + 1, D]."""
+    import torch
+
+    from towers.family import CHANNELS, PATCH
+    from trainer.api import StageShapes
+
+    dtype, dim = getattr(torch, job.config.training.mixed_precision_param), job.args.dim
+    shape = (job.microbatch_size, num_patches(job) // job.dims.cp, CHANNELS * PATCH)
+
+    def hidden_like(x_BPC):
+        return torch.empty(len(x_BPC), x_BPC.shape[1] + 1, dim, dtype=dtype, device=x_BPC.device)
+
+    return StageShapes(torch.empty(shape, dtype=dtype, device="meta"), hidden_like)
+
+
 def zeros(job, num_samples, is_validation):
     import torch
 
@@ -96,7 +115,7 @@ def zeros(job, num_samples, is_validation):
 
 FLOW = Objective(
     unit="images",
-    axes=("cp",),
+    axes=("cp", "pp"),
     reads=("validation.enable", "validation.local_batch_size", "validation.steps"),
     open_data=open_data,
     place=place,
@@ -104,4 +123,5 @@ FLOW = Objective(
     zeros=zeros,
     problems=problems,
     prepare=prepare,
+    stage_shapes=stage_shapes,
 )
