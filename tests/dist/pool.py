@@ -1,12 +1,14 @@
 """Pools of gloo ranks that live for a whole test session and run one case after another.
 
 Starting a rank costs seconds of importing torch, running a case costs tenths of them. Ranks are forked from one server
-that has imported everything once; each case gets a fresh default process group.
+that has imported everything once. Cases share the default process group and the meshes (see preload.py), and so what
+DTensor remembers of them, which costs a third of a case to find out again.
 """
 
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
@@ -39,28 +41,28 @@ class Pool:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store = ""
 
     def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
         """`case(*args)` on every rank, torch.distributed being up; what each returned, by rank."""
         if not self._processes:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            for pipe in self._pipes:
-                pipe.send((case, args, str(Path(folder) / "store")))
-            results: dict[int, Any] = {}
-            while len(results) < self.size:
-                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-                ready = wait(waiting, timeout=CASE_SECS)
-                if not ready:
-                    self._fail(f"ranks {[self._pipes.index(p) for p in waiting]} said nothing for {CASE_SECS} s")
-                for pipe in ready:
-                    rank = self._pipes.index(pipe)
-                    try:
-                        failed, results[rank] = pipe.recv()
-                    except EOFError:
-                        self._fail(f"rank {rank} died")
-                    if failed:
-                        self._fail(f"rank {rank}:\n{results[rank]}")
+        for pipe in self._pipes:
+            pipe.send((case, args))
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(waiting, timeout=CASE_SECS)
+            if not ready:
+                self._fail(f"ranks {[self._pipes.index(p) for p in waiting]} said nothing for {CASE_SECS} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    failed, results[rank] = pipe.recv()
+                except EOFError:
+                    self._fail(f"rank {rank} died")
+                if failed:
+                    self._fail(f"rank {rank}:\n{results[rank]}")
         for output in results.values():
             if isinstance(output, str) and _REFUSAL.search(output):  # a case that returns the error of its run
                 raise SplitBackwardRefused(output)
@@ -71,44 +73,48 @@ class Pool:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+        shutil.rmtree(self._store, ignore_errors=True)
 
     def _fail(self, message: str) -> None:
         self.stop()
         raise (SplitBackwardRefused if _REFUSAL.search(message) else RankFailure)(message)
 
     def _start(self) -> None:
+        self._store = tempfile.mkdtemp()
         for rank in range(self.size):
             ours, theirs = FORK_SERVER.Pipe()
-            process = FORK_SERVER.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            process = FORK_SERVER.Process(
+                target=_serve, args=(rank, self.size, str(Path(self._store) / "store"), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _serve(rank: int, size: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from trainer.ranks.process_group import use_one_worker
 
     use_one_worker()  # as ranks do that join a run
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=CASE_SECS)
+    )
     while True:
         try:
-            case, args, store = pipe.recv()
+            case, args = pipe.recv()
         except EOFError:
             return
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=CASE_SECS)
-            )
             result = case(*args)
             dist.barrier()
-            dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # what DTensor remembers of a mesh names its groups, which are gone now
+            for group in list(dist.distributed_c10d._world.pg_map):
+                if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+                    dist.destroy_process_group(group)
             if "torch._dynamo" in sys.modules:
                 sys.modules["torch._dynamo"].reset()  # code compiled for other cases counts against a limit
             pipe.send((False, result))

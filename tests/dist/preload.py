@@ -1,15 +1,24 @@
-"""Imports for the fork server, once: ranks inherit them, and their garbage collector skips what was imported."""
+"""Imports for the fork server, once: ranks inherit them, and their garbage collector skips what was imported.
+
+Meshes of the same degrees are made once in a rank: an equal mesh whose groups are gone would answer for the next one in
+what DTensor remembers.
+"""
 
 import gc
+from functools import cache
 
-import grain  # noqa: F401
-import torch._inductor.compile_fx  # noqa: F401
-import torchao.float8  # noqa: F401
+import trainer.ranks.mesh
 
-import tests.dist.runs  # noqa: F401
-import tests.models.dense  # noqa: F401
-import tests.tiny_infer  # noqa: F401
-import titan_tools.infer.run  # noqa: F401
+trainer.ranks.mesh.make_meshes = cache(trainer.ranks.mesh.make_meshes)  # before it is imported by name
+
+import grain  # noqa: E402, F401
+import torch._inductor.compile_fx  # noqa: E402, F401
+import torchao.float8  # noqa: E402, F401
+
+import tests.dist.runs  # noqa: E402, F401
+import tests.models.dense  # noqa: E402, F401
+import tests.tiny_infer  # noqa: E402, F401
+import titan_tools.infer.run  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()

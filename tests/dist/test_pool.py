@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from tests.dist.pool import Pool, RankFailure
+from trainer.config.sections import Parallelism
+from trainer.job.job import resolve
+from trainer.ranks.mesh import make_meshes
 
 
 def sum_of_ranks(start: int) -> int:
@@ -15,12 +17,10 @@ def sum_of_ranks(start: int) -> int:
     return int(total)
 
 
-def product_over_ranks(num_other_groups: int) -> float:
-    """A matrix product that DTensor reduces, in a group that has another name if others were made first."""
-    for _ in range(num_other_groups):
-        dist.new_group()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))["tp"]
-    row, column = torch.ones(1, 6), torch.ones(6, 1)
+def product_over_ranks(degree: int) -> float:
+    """A matrix product that DTensor reduces, over a mesh of the trainer's."""
+    mesh = make_meshes(resolve(Parallelism(tensor_parallel_degree=degree), 4), "cpu")["tp"]
+    row, column = torch.ones(1, 2 * degree), torch.ones(2 * degree, 1)
     product = distribute_tensor(row, mesh, [Shard(1)]) @ distribute_tensor(column, mesh, [Shard(0)])
     assert product.placements == (Partial(),)
     return product.redistribute(placements=[Replicate()]).to_local().item()
@@ -49,6 +49,6 @@ def test_a_failing_rank_is_reported_and_replaced():
     pool.stop()
 
 
-def test_a_case_meets_nothing_that_dtensor_remembers_of_the_one_before(pools):
-    assert pools[4].run(product_over_ranks, 5) == [6, 6, 6, 6]
-    assert pools[4].run(product_over_ranks, 0) == [6, 6, 6, 6]  # there is no group of the name it had
+def test_what_dtensor_remembers_of_a_mesh_holds_in_the_next_case(pools):
+    for degree in (2, 4, 2):
+        assert pools[4].run(product_over_ranks, degree) == [2 * degree] * 4
