@@ -37,6 +37,15 @@ def pools():
         pool.stop()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_layers():
+    """The flavor of runs.make_config, as the ranks of pools know it."""
+    from tests.dist import runs
+
+    with runs.two_layers():
+        yield
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A token index for tiny runs."""

@@ -2,7 +2,8 @@
 
 Starting a rank costs seconds of importing torch, running a case costs tenths of them. Ranks are forked from one server
 that has imported everything once. Cases share the default process group and the meshes (see preload.py), and so what
-DTensor remembers of them, which costs a third of a case to find out again.
+DTensor remembers of them, which costs a third of a case to find out again. No group is destroyed: torch would give its
+name to another.
 """
 
 import multiprocessing
@@ -112,9 +113,6 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         try:
             result = case(*args)
             dist.barrier()
-            for group in list(dist.distributed_c10d._world.pg_map):
-                if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
-                    dist.destroy_process_group(group)
             if "torch._dynamo" in sys.modules:
                 sys.modules["torch._dynamo"].reset()  # code compiled for other cases counts against a limit
             pipe.send((False, result))

@@ -20,5 +20,6 @@ import tests.models.dense  # noqa: E402, F401
 import tests.tiny_infer  # noqa: E402, F401
 import titan_tools.infer.run  # noqa: E402, F401
 
+tests.dist.runs.two_layers().__enter__()
 gc.collect()
 gc.freeze()

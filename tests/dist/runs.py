@@ -6,9 +6,10 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import fields, replace
+from functools import cache
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ import trainer.train
 from converters.common.errors import TitanError
 from converters.diff import diff
 from converters.engine.read import CatalogReader
+from converters.families.llama3 import FLAVORS
 from converters.store.location import Place, locate
 from converters.store.output import SummedFile
 from tests import pretend_store
@@ -78,7 +80,18 @@ def make_data(folder: Path) -> Path:
     return folder / "data"
 
 
-def make_config(data: Path, dump: Path, *, flavor: str = "debug_gqa", steps: int = 4, **sections: dict) -> Config:
+TWO_LAYERS = replace(FLAVORS["debug_gqa"], num_layers=2)
+
+
+@contextmanager
+def two_layers() -> Iterator[None]:
+    """Llama's flavor `two_layers`: the model of runs for which layers are nothing but time."""
+    FLAVORS["two_layers"] = TWO_LAYERS
+    yield
+    del FLAVORS["two_layers"]
+
+
+def make_config(data: Path, dump: Path, *, flavor: str = "two_layers", steps: int = 4, **sections: dict) -> Config:
     """A run of a few steps that saves after every second; `sections` change keys of sections."""
     config = Config(
         job=JobSection(dump_folder=str(dump)),
@@ -124,6 +137,7 @@ def differences(a: Path, b: Path, *, without_rng: bool = False) -> list[str]:
     return [output for output in found if not (without_rng and output.startswith("rng"))]
 
 
+@cache
 def _ranks() -> Ranks:
     return Ranks(torch.device("cpu"), dist.new_group(backend="gloo"))
 

@@ -78,12 +78,14 @@ def test_a_nan_waits_for_the_save_before_and_names_it(pools, data, tmp_path):
     assert check_files(tmp_path / "checkpoint" / "step-2") == []
 
 
+@pytest.mark.slow
 def test_a_nan_is_reported_also_where_the_save_before_came_to_nothing(pools, data, tmp_path):
     output = pools[2].run(runs.run_into_a_nan_beside, _config(data, tmp_path, "async"))
     assert all(t.startswith("NumericalFault: step 3") and "there is no earlier checkpoint" in t for t in output)
     assert not list((tmp_path / "checkpoint").glob("step-*"))
 
 
+@pytest.mark.slow
 def test_old_steps_go_only_when_the_new_one_is_there(pools, data, tmp_path):
     """Four saves, two kept: while one is being written there are always two whole ones."""
     config = _config(data, tmp_path, "async", steps=4, interval=1, keep_latest_k=2)

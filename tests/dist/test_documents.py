@@ -224,12 +224,12 @@ CASES = [
     (Layout("tp 2", 2, {TP: 2}), GQA, "offsets"),
     (Layout("cp 2, full recomputation", 2, {CP: 2}, sections={"activation_checkpoint": FULL}), GQA, "offsets"),
     (Layout("1F1B", 2, {PP: 2, MICROBATCH: 2}), GQA, "eos"),
-    (Layout("Interleaved1F1B, cp 2", 4, INTERLEAVED | {CP: 2}), GQA, "offsets"),
     # windows and chunks count from a document's first token
     (Layout("cp 2", 2, {CP: 2}), WINDOW, "offsets"),
     (Layout("one rank"), SCOUT, "offsets"),
 ]
 SLOW_CASES = [
+    (Layout("Interleaved1F1B, cp 2", 4, INTERLEAVED | {CP: 2}), GQA, "offsets"),
     (Layout("compiled, cp 2", 2, {CP: 2}, sections={"compile": AOT_EAGER}), GQA, "offsets"),
     (Layout("accumulated, replicas 2", 2, {REPLICAS: 2}, {"local_batch_size": 1}), GQA, "offsets"),
     (Layout("fsdp 2 tp 2", 4, {TP: 2}), QWEN_GQA, "offsets"),

@@ -162,9 +162,9 @@ def num_tensors(found, args):
     ("layout", "policy", "calls"),
     [
         # embedding, four layers, and norm with output, which backward needs at once
-        (degrees(fsdp=4), "never", 6),
+        pytest.param(degrees(fsdp=4), "never", 6, marks=pytest.mark.slow),
         (degrees(fsdp=4), "default", 6 + 5),
-        (degrees(fsdp=4), "always", 6 + 6),
+        pytest.param(degrees(fsdp=4), "always", 6 + 6, marks=pytest.mark.slow),
         # embedding and two layers; freed, two forwards gather them and the first of the backwards
         pytest.param(degrees(fsdp=2, pp=2), "never", 3, marks=pytest.mark.slow),
         (degrees(fsdp=2, pp=2), "default", 3),
@@ -182,7 +182,7 @@ def test_parameters_are_gathered_again_where_the_policy_frees_them(layout, polic
     ("mode", "calls"),
     [
         # each of four layers: rows there and back, in forward and in backward; and once the counts
-        ("none", 4 * (4 + 1)),
+        pytest.param("none", 4 * (4 + 1), marks=pytest.mark.slow),
         ("selective", 4 * (4 + 1)),
         ("full", 4 * (6 + 2)),
     ],

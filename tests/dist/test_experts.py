@@ -62,7 +62,7 @@ from trainer.parallel import expert_shards
 from trainer.parallel.context import head_tail_positions
 from trainer.ranks.mesh import local_part
 
-STEPS, FEW_STEPS = 20, 3
+STEPS, FEW_STEPS = 20, 2
 V3, V2, V2_LITE, EIGHT = (f"{LATENTS}/{name}" for name in ("debug_v3", "debug_v2", "debug_v2_lite", "eight_layers"))
 MOONLIGHT, KIMI = f"{LATENTS}/debug_moonlight", f"{LATENTS}/debug_kimi"
 MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
@@ -78,7 +78,6 @@ EP2_EFSDP2 = Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint
 CASES = [
     # experts on several ranks: whole ones, of each token shard; slices; cut along their columns
     (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
-    (EP2_EFSDP2, OF_TWO),
     # latent attention: latents of token shards, whose weights are whole on every rank; gathered over context ranks
     (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), V2_LITE),
     # GPT-OSS: one of the ranks with slices of an expert adds the last bias
@@ -172,6 +171,7 @@ SLOW_CASES = [
     (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), MOONLIGHT),
     *((layout, flavor) for flavor in (WINDOW, MAVERICK) for layout in IN_TURN),
     *((layout, flavor) for flavor in (EIGHT_BIASED, EIGHT_SCALED) for layout in OF_STAGES),
+    (EP2_EFSDP2, OF_TWO),
     (EP2_EFSDP2, OF_TWO_BIASED),
     (Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}), SCOUT),
 ]
@@ -436,7 +436,7 @@ def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, 
 @pytest.mark.parametrize(
     ("layout", "flavor", "num_graphs"),
     [
-        (FSDP2_COMPILED, MIXED, 2),
+        pytest.param(FSDP2_COMPILED, MIXED, 2, marks=pytest.mark.slow),
         pytest.param(EP2_COMPILED, MIXED, 2, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
         pytest.param(PP2_COMPILED, EVERY, 1, marks=pytest.mark.slow),
         pytest.param(BUDGET_COMPILED, EVERY, 1, marks=pytest.mark.slow),
@@ -457,9 +457,9 @@ def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, traine
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
     (one,) = trained(ONE_RANK, flavor, FEW_STEPS)
     train_unseen = partial(train_and_look, sees_routes=False)
-    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, train_unseen, layout, flavor, 3):
+    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, train_unseen, layout, flavor, FEW_STEPS):
         assert (graphs, breaks) == (2 * num_graphs, 0)
-        for step in range(3):
+        for step in range(FEW_STEPS):
             assert found["steps"][step]["loss"] == pytest.approx(one["steps"][step]["loss"], rel=1e-6)
             for fqn, bias in found["steps"][step]["biases"].items():
                 assert np.array_equal(bias, one["steps"][step]["biases"][fqn])
@@ -541,6 +541,7 @@ def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_p
         assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
 
 
+@pytest.mark.slow
 def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, data, tmp_path):
     """With its biases, for which V3 has a name; in another layout than the one it began in."""
     from transformers import AutoModelForCausalLM
@@ -637,6 +638,7 @@ def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_p
     assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
 
 
+@pytest.mark.slow
 def test_biases_that_an_export_would_lose_are_reported_before_the_first_step(pools, data, tmp_path):
     balanced = config_of_a_run(data, tmp_path / "balanced", training={"steps": 2})
     assert pools[2].run(runs.run, balanced) == ["", ""]

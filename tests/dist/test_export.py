@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torchtune import config as torchtune
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from converters.families.llama3 import FLAVORS
+from converters.families.llama3 import LLAMA3
 from converters.model.model_info import read_model_info
 from converters.source.open import open_checkpoint
 from converters.store.manifest import check_files, read_manifest
@@ -32,14 +32,14 @@ def exported(pools, data, tmp_path_factory):
     dump = tmp_path_factory.mktemp("exported")
     (error, talk), other = pools[2].run(runs.run_and_hear, _config(data, dump))
     assert (error, other) == ("", ("", ""))
-    assert f"exported step-2 to {dump / 'export-hf'}: 39 tensors of float32" in talk, talk
+    assert f"exported step-2 to {dump / 'export-hf'}: 21 tensors of float32" in talk, talk
     return dump
 
 
 @pytest.fixture(scope="module")
 def expected(exported):
     """What the trainer's model says, with the weights that the run has left."""
-    model = get_trainer_family("llama3").build_model(FLAVORS["debug_gqa"])
+    model = get_trainer_family("llama3").build_model(runs.TWO_LAYERS)
     weights = model.state_dict()
     torch.distributed.checkpoint.load(weights, checkpoint_id=str(exported / "checkpoint" / "step-2"), no_dist=True)
     model.load_state_dict(weights)
@@ -146,7 +146,7 @@ def test_an_export_is_replaced_only_where_it_is_ours_and_the_run_went_on(pools, 
 
 def test_a_disk_without_room_for_the_export_is_reported_before_the_first_step(pools, data, tmp_path):
     config = _config(data, tmp_path)
-    bytes_of_step = 3 * 4 * 1_311_872
+    bytes_of_step = 3 * 4 * LLAMA3.num_parameters(runs.TWO_LAYERS)
     output = pools[2].run(runs.run_on_a_full_disk, config, bytes_of_step + (1 << 20))
     assert all("export-hf: needs" in t for t in output), output
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -155,7 +155,7 @@ def test_a_disk_without_room_for_the_export_is_reported_before_the_first_step(po
 def test_a_model_that_torchtune_cannot_build_is_reported_before_the_first_step(pools, data, tmp_path):
     (tmp_path / "empty").mkdir()
     config = _config(data, tmp_path / "dump", last_save_in_hf=False)
-    config = runs.replace(config, model=runs.replace(config.model, name="qwen3"))
+    config = runs.replace(config, model=runs.replace(config.model, name="qwen3", flavor="debug_gqa"))
     output = pools[2].run(runs.run, config)
     assert all(t.startswith("UnsupportedError") and "torchtune" in t for t in output), output
     assert not (tmp_path / "dump" / "metrics.jsonl").exists()

@@ -185,8 +185,8 @@ def test_the_mixture_of_experts_of_the_page_is_the_one_of_transformers(pools, fo
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = MixtralForCausalLM(config).eval()
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.mlp.gate.weight)
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.mlp.gate.weight)
     model.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(97, (48,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():

@@ -60,7 +60,7 @@ def references(pools):
 # Other layouts of the normal set have what these have
 SLOW = {
     *("one rank", "one rank, float8 all-gather", "fsdp 2", "fsdp 2, rowwise", "tp 2, rowwise", "cp 2", "ddp 2"),
-    "fsdp 2 tp 2, float8 all-gather",
+    *("fsdp 2 tp 2, float8 all-gather", "pp 2"),
 }
 
 

@@ -42,7 +42,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("dies", [pytest.param(0, marks=slow), 1])
 def test_a_rank_whose_peer_dies_ends_by_itself(started, tmp_path, dies):
     """In a batch, without an agent that would end it: as on another machine of a launch."""
     write_llama(tmp_path / "hf", max_position_embeddings=100_000)
@@ -105,9 +105,8 @@ def test_a_rank_that_is_stopped_is_waited_for(titan_and_ranks, started, tmp_path
     assert ranks.output[0].read_text(errors="replace").startswith(alone)
 
 
-@pytest.mark.parametrize(
-    "dying", ["1 generating", pytest.param("0 generating", marks=slow), pytest.param("1 loading", marks=slow)]
-)
+@slow  # in the suite: test_agent.py has a killed rank
+@pytest.mark.parametrize("dying", ["1 generating", "0 generating", "1 loading"])
 def test_a_rank_that_dies_ends_the_others(titan_and_ranks, hf, tmp_path, monkeypatch, dying):
     program = tmp_path / "rank.py"
     program.write_text(DYING_RANK)

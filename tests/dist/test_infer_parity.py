@@ -199,11 +199,9 @@ def known(request, asked, tmp_path_factory):
 FEW, MANY = (8, 8), (64, 256)  # prompts, new tokens
 QUICK = [
     ("llama", 4),
-    ("qwen3, tied", 2),
     ("experts, sliced unevenly", 4),
     ("deepseek v3", 2),
     ("gpt-oss", 4),
-    ("llama 4, maverick", 4),
 ]
 SLOW = [(called, tp) for called in MODELS for tp in (1, 2, 4, 8)]
 SLOW.remove(("llama, packed", 8))  # cut so small, they would not be
@@ -247,7 +245,11 @@ def say_in_fixed_shapes(folder, tp, how):
 
 
 @pytest.mark.parametrize(
-    "how", [{"static": True}, {"compile": True, "backend": "aot_eager"}], ids=["static", "compiled"]
+    "how",
+    [
+        pytest.param({"static": True}, id="static"),
+        pytest.param({"compile": True, "backend": "aot_eager"}, id="compiled", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_decode_in_fixed_shapes_and_compiled(pools, tmp_path, how):
     """All-reduces inside compiled layers, an all-gather inside the compiled output layer."""

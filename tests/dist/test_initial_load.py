@@ -3,6 +3,7 @@
 import io
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from trainer.ranks.machine import HOST_CPU
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock DCP, in this process
 FLAVOR = "debug_gqa"
 INFO = ModelInfo("llama3", FLAVORS[FLAVOR])
+make_config = partial(runs.make_config, flavor=FLAVOR)
 FSDP2_TP2 = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
 FSDP2 = runs.FSDP2
 
@@ -80,7 +82,7 @@ def formats(tmp_path_factory, data):
     ids=["1 rank", "4 ranks"],
 )
 def test_the_first_loss_is_that_of_native_weights(pools, data, formats, tmp_path, num_ranks, parallelism):
-    config = runs.make_config(data, tmp_path, parallelism=parallelism)
+    config = make_config(data, tmp_path, parallelism=parallelism)
     losses = pools[num_ranks].run(runs.first_losses, config, formats)
     expected = losses[0]["native DCP"]
     assert expected > 8 and all(rank == dict.fromkeys(formats, expected) for rank in losses), losses
@@ -89,14 +91,14 @@ def test_the_first_loss_is_that_of_native_weights(pools, data, formats, tmp_path
 def test_a_run_starts_from_weights_in_an_object_store(pools, data, formats, tmp_path, monkeypatch):
     monkeypatch.setenv(ROOT, str(tmp_path / "objects"))
     places = {name: upload(formats[name]) for name in ("safetensors", "native DCP")}
-    config = runs.make_config(data, tmp_path, **FSDP2)
+    config = make_config(data, tmp_path, **FSDP2)
     (expected, _) = pools[2].run(runs.first_losses, config, {"": formats["native DCP"]})
     losses = pools[2].run(runs.in_store, tmp_path / "objects", runs.first_losses, config, places)
     assert losses == [dict.fromkeys(places, expected[""])] * 2
 
 
 def test_a_run_starts_from_the_hf_folder_that_the_model_names(pools, data, formats, tmp_path):
-    config = runs.make_config(
+    config = make_config(
         data,
         tmp_path,
         steps=1,
@@ -104,10 +106,10 @@ def test_a_run_starts_from_the_hf_folder_that_the_model_names(pools, data, forma
         checkpoint={"initial_load_in_hf": True},
     )
     assert pools[1].run(runs.run, config) == [""]
-    begun = pools[1].run(runs.first_losses, runs.make_config(data, tmp_path), {"": formats["native DCP"]})[0][""]
+    begun = pools[1].run(runs.first_losses, make_config(data, tmp_path), {"": formats["native DCP"]})[0][""]
     assert runs.read_losses(tmp_path) == {1: begun}
 
-    named = runs.make_config(data, tmp_path / "other", steps=1, checkpoint={"initial_load_in_hf": True})
+    named = make_config(data, tmp_path / "other", steps=1, checkpoint={"initial_load_in_hf": True})
     named = runs.replace(named, checkpoint=runs.replace(named.checkpoint, initial_load_path=str(formats["bin"])))
     (tmp_path / "other" / "checkpoint").mkdir(parents=True)  # a folder without a checkpoint is no reason to begin anew
     assert pools[1].run(runs.run, named) == [""]
@@ -120,13 +122,13 @@ def test_a_run_starts_from_an_fp8_folder_where_it_is_asked_to(pools, data, forma
     shutil.copy(data / "tokenizer.json", fp8)
     convert(fp8, tmp_path / "float32", to="dcp", dtype="float32")
     keys = {"initial_load_in_hf": True, "initial_load_in_hf_quantized": True, "initial_load_path": str(fp8)}
-    config = runs.make_config(data, tmp_path / "run", **FSDP2, steps=1, checkpoint=keys)
+    config = make_config(data, tmp_path / "run", **FSDP2, steps=1, checkpoint=keys)
     assert pools[2].run(runs.run, config) == ["", ""]
-    plain = runs.make_config(data, tmp_path / "plain", **FSDP2)
+    plain = make_config(data, tmp_path / "plain", **FSDP2)
     begun = pools[2].run(runs.first_losses, plain, {"": tmp_path / "float32"})[0][""]
     assert runs.read_losses(tmp_path / "run") == {1: begun}
     for given in ({"initial_load_path": str(fp8)}, keys | {"initial_load_in_hf_quantized": False}):
-        config = runs.make_config(data, tmp_path / "refused", **FSDP2, checkpoint=given)
+        config = make_config(data, tmp_path / "refused", **FSDP2, checkpoint=given)
         (output, _) = pools[2].run(runs.run, config)
         assert output.startswith(f"CheckpointError: {fp8} holds 28 weights in fp8 (e4m3)"), output
 
@@ -145,7 +147,7 @@ def test_of_several_models_the_selected_one_is_trained_and_read(pools, data, for
 
     def begin(select):
         keys = {"initial_load_path": str(path), "initial_load_select": select}
-        config = runs.make_config(data, tmp_path / str(select), steps=1, checkpoint=keys)
+        config = make_config(data, tmp_path / str(select), steps=1, checkpoint=keys)
         return config, pools[1].run(runs.run, config)
 
     config, (output,) = begin(None)
@@ -156,7 +158,7 @@ def test_of_several_models_the_selected_one_is_trained_and_read(pools, data, for
     assert sorted(error.value.tries) == sorted(tries)
 
     losses, tokens = {}, {}
-    begun = pools[1].run(runs.first_losses, runs.make_config(data, tmp_path), {"": alone})[0][""]
+    begun = pools[1].run(runs.first_losses, make_config(data, tmp_path), {"": alone})[0][""]
     for name in ("policy", "ema"):
         assert begin(name)[1] == [""]
         losses[name] = runs.read_losses(tmp_path / name)[1]
@@ -176,7 +178,7 @@ def _continued(opened) -> tuple:
 @pytest.mark.parametrize("name", ["native DCP", "meta"])
 def test_what_is_not_hf_is_refused_where_hf_was_asked_for(pools, data, formats, tmp_path, name):
     checkpoint = {"initial_load_in_hf": True, "initial_load_path": str(formats[name])}
-    (output,) = pools[1].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint))
+    (output,) = pools[1].run(runs.run, make_config(data, tmp_path, checkpoint=checkpoint))
     assert output.startswith("CheckpointError: checkpoint.initial_load_in_hf") and "names" in output
 
 
@@ -221,7 +223,7 @@ def torchtitan(tmp_path_factory):
 
 def _resume(data, dump, path, *, exclude=("dataloader",)):
     checkpoint = {"initial_load_path": str(path), "initial_load_model_only": False, "exclude_from_loading": exclude}
-    return runs.make_config(data, dump, steps=4, checkpoint=checkpoint, **FSDP2)
+    return make_config(data, dump, steps=4, checkpoint=checkpoint, **FSDP2)
 
 
 def test_torchtitans_data_position_is_refused_with_the_way_out(pools, data, torchtitan, tmp_path):
@@ -261,4 +263,4 @@ def test_an_older_layout_is_sent_to_reshard(pools, data, formats, tmp_path):
 
 def _resume_on_one(data, dump, path):
     checkpoint = {"initial_load_path": str(path), "initial_load_model_only": False}
-    return runs.make_config(data, dump, steps=4, checkpoint=checkpoint)
+    return make_config(data, dump, steps=4, checkpoint=checkpoint)

@@ -125,6 +125,7 @@ def test_a_node_that_never_comes_is_counted_with_the_address(agents):
     assert any("joined within 3 s" in message for _, message in results)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_too_many_ends_at_once_and_the_others_go_on(agents):
     body = "while not (folder / 'go').exists(): time.sleep(0.02)"
     agents.start(body=body), agents.start(body=body)

@@ -61,13 +61,13 @@ AC, COMPILE = "--activation_checkpoint.mode", ["--compile.enable", "--compile.ba
 SELECTIVE, OPTION = f"{AC}=selective", "--activation_checkpoint.selective_ac_option"
 LAYOUTS = {  # one rank accumulates four passes, two ranks two
     "fsdp 2": (2, []),
-    "hsdp 2x2": (4, [f"{REPLICAS}=2"]),
     "replicas 2": (2, [f"{REPLICAS}=2"]),
     "fsdp 2 cp 2, recomputed": (4, [f"{CP}=2", f"{AC}=full"]),
     "compiled, fsdp 2": (2, COMPILE),
     "pp 2": (2, [f"{PP}=2"]),
 }
 SLOW_LAYOUTS = {
+    "hsdp 2x2": (4, [f"{REPLICAS}=2"]),
     "fsdp 2, one pass": (2, ["--training.local_batch_size=4"]),
     "cp 2": (2, [f"{CP}=2"]),
     "fsdp 2, every 2nd block recomputed": (2, [SELECTIVE, f"{OPTION}=2"]),

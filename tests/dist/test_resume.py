@@ -25,9 +25,11 @@ CP2 = {"parallelism": {"context_parallel_degree": 2}}
 V2 = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}}
 LAYOUTS = {"fsdp2": FSDP2, "tp2": TP2, "pp2": PP2, "v2": V2, "cp2": CP2}
 SAME = [
-    ("debug_gqa", "fsdp2"),
-    ("debug_tied", "v2"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("debug_gqa", "tp2"), ("debug_tied", "pp2"))),
+    ("two_layers", "fsdp2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("debug_tied", "v2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2"))
+    ),
 ]
 
 
@@ -105,7 +107,7 @@ def test_another_layout_loads_the_same_bits_and_continues(pools, data, whole_run
 
 
 def test_an_unset_global_batch_is_kept_on_another_number_of_ranks(pools, data, whole_runs, tmp_path):
-    whole = whole_runs("debug_gqa", "fsdp2")
+    whole = whole_runs("two_layers", "fsdp2")
     runs.begin_from(tmp_path, whole, 2)
     unset = {"global_batch_size": -1}  # 2 samples per step on one rank
     ((error, heard),) = pools[1].run(runs.run_and_hear, runs.make_config(data, tmp_path, training=unset))
@@ -116,7 +118,7 @@ def test_an_unset_global_batch_is_kept_on_another_number_of_ranks(pools, data, w
 
 
 def test_what_the_config_changes_is_printed_and_another_optimizer_is_refused(pools, data, whole_runs, tmp_path):
-    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    runs.begin_from(tmp_path, whole_runs("two_layers", "fsdp2"), 2)
     changed = {"training": {"max_norm": 0.5, "global_batch_size": 2}, "lr_scheduler": {"warmup_steps": 3}}
     config = runs.make_config(data, tmp_path, optimizer={"name": "Adam", "lr": 1e-3}, **changed)
     ((error, _),) = pools[1].run(runs.run_and_hear, config)
@@ -136,7 +138,7 @@ def test_what_the_config_changes_is_printed_and_another_optimizer_is_refused(poo
 
 
 def test_a_step_before_a_damaged_one_keeps_its_own_global_batch(pools, data, whole_runs, tmp_path):
-    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    runs.begin_from(tmp_path, whole_runs("two_layers", "fsdp2"), 2)
     assert pools[1].run(runs.run, runs.make_config(data, tmp_path, training={"global_batch_size": 8})) == [""]
     _flip_a_bit(tmp_path / "checkpoint" / "step-4")
     unset = {"training": {"global_batch_size": -1}, "steps": 5}
@@ -148,7 +150,7 @@ def test_a_step_before_a_damaged_one_keeps_its_own_global_batch(pools, data, who
 
 
 def test_a_damaged_newest_step_is_passed_over_and_replaced(pools, data, whole_runs, tmp_path, capfd):
-    whole = whole_runs("debug_gqa", "fsdp2")
+    whole = whole_runs("two_layers", "fsdp2")
     runs.begin_from(tmp_path, whole, 2, 4)
     _flip_a_bit(tmp_path / "checkpoint" / "step-4")
     (tmp_path / "checkpoint" / ".tmp-killed").mkdir()
@@ -159,7 +161,7 @@ def test_a_damaged_newest_step_is_passed_over_and_replaced(pools, data, whole_ru
 
 
 def test_nothing_good_to_load_is_an_error_on_every_rank(pools, data, whole_runs, tmp_path):
-    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
+    runs.begin_from(tmp_path, whole_runs("two_layers", "fsdp2"), 2, 4)
     config = runs.make_config(data, tmp_path, **FSDP2)
     _flip_a_bit(tmp_path / "checkpoint" / "step-4")
     (tmp_path / "checkpoint" / "step-2" / ".metadata").unlink()
@@ -178,7 +180,7 @@ def test_nothing_good_to_load_is_an_error_on_every_rank(pools, data, whole_runs,
 
 
 def test_a_step_by_number_is_taken_or_refused(pools, data, whole_runs, tmp_path):
-    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
+    runs.begin_from(tmp_path, whole_runs("two_layers", "fsdp2"), 2, 4)
     config = runs.make_config(data, tmp_path, **FSDP2, checkpoint={"load_step": 3})
     assert all("no step 3" in output and "4, 2" in output for output in pools[2].run(runs.run, config))
     config = runs.make_config(data, tmp_path, **FSDP2, checkpoint={"load_step": 2, "load_only": True})
@@ -187,13 +189,13 @@ def test_a_step_by_number_is_taken_or_refused(pools, data, whole_runs, tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(pools, data, whole_runs, tmp_path):
-    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    runs.begin_from(tmp_path, whole_runs("two_layers", "fsdp2"), 2)
     output = pools[2].run(runs.run, runs.make_config(data, tmp_path, flavor="debug_tied", **FSDP2))
     assert all("tied: False in the checkpoint, True in the config" in t and "rope_scaling" in t for t in output)
 
 
 def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
-    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    runs.begin_from(tmp_path, whole_runs("two_layers", "fsdp2"), 2)
     keys = {**FSDP2["training"], "seq_len": 2 * runs.SEQ_LEN}
     config = runs.make_config(data, tmp_path, **(FSDP2 | {"training": keys}))
     assert all("seq_len 32" in output for output in pools[2].run(runs.run, config))
@@ -204,7 +206,7 @@ def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
 
 
 def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_runs, tmp_path):
-    whole = whole_runs("debug_gqa", "fsdp2")
+    whole = whole_runs("two_layers", "fsdp2")
     config = runs.make_config(data, tmp_path, **FSDP2)
     output = pools[2].run(runs.run_until_asked_to_stop, config)
     assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in output)
@@ -234,7 +236,7 @@ def test_a_checkpoint_that_does_not_say_its_model_is_taken_as_the_configs(pools,
     checkpoint = {"initial_load_path": str(tmp_path / "seed"), "load_only": True}
     config = runs.make_config(data, tmp_path, steps=1, checkpoint=checkpoint, **FSDP2)
     assert pools[2].run(runs.run, config) == ["", ""]
-    assert runs.read_losses(tmp_path)[1] == runs.read_losses(whole_runs("debug_gqa", "fsdp2"))[1]
+    assert runs.read_losses(tmp_path)[1] == runs.read_losses(whole_runs("two_layers", "fsdp2"))[1]
 
 
 def test_a_dump_folder_that_cannot_be_is_reported_before_the_first_step(pools, data, tmp_path):
@@ -258,7 +260,7 @@ def test_a_model_only_last_step_says_what_it_lacks(pools, data, tmp_path):
 
 
 def test_a_whole_state_may_be_the_start_of_another_run(pools, data, whole_runs, tmp_path):
-    whole = whole_runs("debug_gqa", "fsdp2")
+    whole = whole_runs("two_layers", "fsdp2")
     checkpoint = {"initial_load_path": str(whole / "checkpoint" / "step-2"), "initial_load_model_only": False}
     config = runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2)
     assert pools[2].run(runs.run, config) == ["", ""]

@@ -80,13 +80,19 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(pools, data, tmp_path_factory):
-    """A config file, and the dump folder of its run of 12 steps that was never stopped."""
+def config(data, tmp_path_factory):
+    """A config file, in the folder that it names as its dump folder."""
     folder = tmp_path_factory.mktemp("whole")
     path = folder / "job.toml"
     path.write_text(CONFIG.replace("DUMP", str(folder)).replace("DATA", str(data)).replace("STEPS", "12"))
-    assert pools[2].run(run, load_config(str(path), [])) == ["", ""]
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(pools, config):
+    """The dump folder of the config's run of 12 steps, which was never stopped."""
+    assert pools[2].run(run, load_config(str(config), [])) == ["", ""]
+    return config.parent
 
 
 def _saved(dump):
@@ -114,7 +120,7 @@ LocalAdam.step = step
 
 
 @pytest.mark.slow  # in processes of the tests: tests/faults
-def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(config, tmp_path):
+def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(config, whole, tmp_path):
     """Asked by SIGTERM, it saves and leaves with 75. The last start is torchrun's."""
     (tmp_path / "waiting.py").write_text(WAITING)
     waiting = ["train", config, "--job.dump_folder", tmp_path, "--experimental.custom_import", tmp_path / "waiting.py"]
@@ -140,8 +146,8 @@ def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(con
     assert code == 0 and "resumed from" in err, err
     assert [int(line.split()[1]) for line in out.splitlines()] == list(range(stopped_at + 1, 13))
     assert len(list((tmp_path / "scalars" / tmp_path.name).glob("events.*"))) == 1
-    assert read_losses(tmp_path) == read_losses(config.parent)
-    assert differences(tmp_path / "checkpoint" / "step-12", config.parent / "checkpoint" / "step-12") == []
+    assert read_losses(tmp_path) == read_losses(whole)
+    assert differences(tmp_path / "checkpoint" / "step-12", whole / "checkpoint" / "step-12") == []
 
 
 def _two_nodes(config, dump_folder, *overrides):
@@ -153,11 +159,11 @@ def _two_nodes(config, dump_folder, *overrides):
 
 
 @pytest.mark.slow
-def test_two_nodes_train_as_one_machine(config, tmp_path):
+def test_two_nodes_train_as_one_machine(config, whole, tmp_path):
     processes = _two_nodes(config, tmp_path)
     outputs = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert read_losses(tmp_path) == read_losses(config.parent)
+    assert read_losses(tmp_path) == read_losses(whole)
     assert [err.count("mesh         2 ranks on the CPU: dp_shard=2") for err in outputs] in ([0, 1], [1, 0])
     assert all("starting 1 rank of 2, with 2 nodes at localhost:" in err for err in outputs)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 
 from converters.formats.base import OutputOptions
 from converters.layout.mesh_shape import MeshShape
@@ -18,6 +17,15 @@ from tests.models.llama import write_meta
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj.weight"
 DATA = {"hf": "*-of-*.safetensors", "hf_single": "*.safetensors", "dcp": "*.distcp", "meta": "*.pth", "torch": "*.bin"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_layers():
+    """The flavor of runs.make_config, as processes of tests/dist know it."""
+    from tests.dist import runs
+
+    with runs.two_layers():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -82,18 +90,6 @@ def refused(titan, tmp_path):
         return err
 
     return check
-
-
-def change_tensors(file: Path, change) -> None:
-    """Rewrite a safetensors file with `change(tensors)` applied."""
-    tensors = load_file(file)
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
-
-
-def shard_of(folder: Path, name: str) -> Path:
-    """The safetensors file that holds `name`."""
-    return next(file for file in sorted(folder.glob("*.safetensors")) if name in load_file(file))
 
 
 @pytest.fixture(scope="module")

@@ -48,13 +48,14 @@ def _writers_of(process_ids):
     return found
 
 
+@pytest.mark.slow  # in the suite: a killed writing process (tests/dist), and a rank in a save that is waited for
 @pytest.mark.parametrize(
     ("mode", "how", "victim"),
     [
         ("async_with_pinned_mem", "stuck_in_data", 0),
-        pytest.param("async", "stuck_in_commit", 1, marks=pytest.mark.slow),
-        pytest.param("async", "stuck_in_data", 0, marks=pytest.mark.slow),
-        pytest.param("async_with_pinned_mem", "stuck_in_commit", 1, marks=pytest.mark.slow),
+        ("async", "stuck_in_commit", 1),
+        ("async", "stuck_in_data", 0),
+        ("async_with_pinned_mem", "stuck_in_commit", 1),
     ],
 )
 def test_the_step_before_stays_and_the_next_start_is_bit_equal(data, whole, tmp_path, mode, how, victim):

@@ -7,7 +7,7 @@ import pytest
 from converters.verify import verify
 
 
-@pytest.mark.parametrize("num_flips", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_flips", [30, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ours_dcp", "ours_hf"])
 def test_every_flip_is_found(copy_of, kind, num_flips):
     """Drawn over bytes and over files, so that small files get their share."""

@@ -34,7 +34,7 @@ from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.run_lock import only_run
 from trainer.config.sections import Checkpoint
 
-INFO = ModelInfo("llama3", FLAVORS["debug_gqa"])
+INFO = ModelInfo("llama3", runs.TWO_LAYERS)
 DATA, BLOBS, MODEL = "__0_0.distcp", "__0_1.distcp", "titan_model.json"
 
 
@@ -194,7 +194,7 @@ def _full_in(saves):
 
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("at_most", "saves"), [(1, (1, 3)), (2, (2, 3))])
+@pytest.mark.parametrize(("at_most", "saves"), [pytest.param(1, (1, 3), marks=pytest.mark.slow), (2, (2, 3))])
 def test_a_disk_that_is_full_for_a_while_is_reported_and_training_continues(
     group, data, whole, tmp_path, mode, at_most, saves
 ):
@@ -228,7 +228,7 @@ def test_one_failure_too_many_ends_the_run_and_what_was_saved_stays(
     assert _names(folder) == left and all(check_files(folder / name) == [] for name in left)
 
 
-@pytest.mark.parametrize("when", ["before a save", "in a save"])
+@pytest.mark.parametrize("when", [pytest.param("before a save", marks=pytest.mark.slow), "in a save"])
 def test_a_folder_that_disappears_is_created_again_and_locked(group, data, whole, tmp_path, monkeypatch, when):
     """The state in memory is the only one then. Where nothing can be made there, it is a save that failed."""
     folder, commit, room = tmp_path / "checkpoint", FolderOutput.commit, Checkpoints.require_room
@@ -264,7 +264,7 @@ def test_a_folder_that_disappears_is_created_again_and_locked(group, data, whole
 
 @pytest.mark.parametrize("says_model", [True, False])
 def test_a_checkpoint_of_another_model_is_reported_as_a_table(group, data, whole, tmp_path, monkeypatch, says_model):
-    other = replace(FLAVORS["debug_gqa"], num_layers=3, vocab_size=2056)
+    other = replace(FLAVORS["debug_gqa"], num_layers=1, vocab_size=2056)
     monkeypatch.setitem(FLAVORS, "debug_other", other)
     runs.begin_from(tmp_path, whole, 2)
     if not says_model:  # as torchtitan's
@@ -276,11 +276,11 @@ def test_a_checkpoint_of_another_model_is_reported_as_a_table(group, data, whole
     config = runs.make_config(data, tmp_path, flavor="debug_other", checkpoint=keys)
     error = runs.run(config)
     if says_model:
-        assert re.search(r"num_layers: 4 in the checkpoint, 3 in the config", error), error
+        assert re.search(r"num_layers: 2 in the checkpoint, 1 in the config", error), error
         assert "vocab_size: 2048 in the checkpoint, 2056 in the config" in error
     else:
         assert "the tensors do not match the model, 11 problems:" in error, error
-        assert "\n  unexpected  layers.3.attention.wq.weight\n" in error
+        assert "\n  unexpected  layers.1.attention.wq.weight\n" in error
         assert "\n  shape       tok_embeddings.weight  is [2048, 128], should be [2056, 128]\n" in error
     assert not (tmp_path / "metrics.jsonl").exists()
 

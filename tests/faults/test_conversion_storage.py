@@ -18,8 +18,6 @@ from converters.verify import verify
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):

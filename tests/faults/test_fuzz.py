@@ -54,7 +54,7 @@ def damage(draw: random.Random, data: bytes) -> bytes:
 def test_only_errors_of_titan_leave(copy_of, kind):
     folder, draw = copy_of(kind), random.Random(0)
     files = [next(folder.glob(pattern)) for pattern in PARSED[kind]]
-    for _ in range(150):
+    for _ in range(75):
         file = draw.choice(files)
         good = file.read_bytes()
         file.write_bytes(damage(draw, good))

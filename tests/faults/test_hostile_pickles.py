@@ -6,12 +6,14 @@ outside; a canary file stays absent. What needs the pickle is refused; what does
 
 import io
 import json
+import os
 import pickle
 import shutil
 import struct
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -170,8 +172,6 @@ def run(tmp_path: Path, folders: dict[str, Path], sources: Path) -> dict[str, li
 
 
 def _env(root: Path) -> dict[str, str]:
-    import os
-
     return os.environ | {"PYTHONPATH": str(root)}
 
 
@@ -217,8 +217,14 @@ def test_the_canary_sings_when_a_pickle_is_run(tmp_path):
     """The other half of the proof: these pickles do run where somebody lets them."""
     sang = []
     for name, data in pickles(tmp_path / "canary").items():
-        script = f"import pickle, io; f = io.BytesIO({data!r})\nwhile True: pickle.load(f)"
-        subprocess.run([sys.executable, "-c", script], capture_output=True)
+        child = os.fork()
+        if child == 0:
+            file = io.BytesIO(data)
+            with suppress(BaseException):
+                while True:
+                    pickle.load(file)
+            os._exit(0)
+        os.waitpid(child, 0)
         if (tmp_path / "canary").exists():
             (tmp_path / "canary").unlink()
             sang.append(name)

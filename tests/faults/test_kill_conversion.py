@@ -27,7 +27,7 @@ from tests.models.gpt_oss import write_mxfp4
 from tests.models.llama import write as write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_POINTS = 20
+NUM_POINTS, QUICK_POINTS = 20, 14  # of the suite those that stand for a phase each
 
 # argv: work folder, arguments of convert, "new" | "exchange" | "aside", number of points. One line of JSON for each.
 KILLER = r"""
@@ -203,21 +203,18 @@ CASES = {  # source, arguments of convert
 
 
 @pytest.mark.parametrize(
-    ("case", "how"),
+    ("case", "how", "num_points"),
     [
-        ("dcp", "new"),
-        ("hf", "exchange"),
-        pytest.param("dcp", "aside", marks=pytest.mark.slow),
-        pytest.param("hf", "new", marks=pytest.mark.slow),
-        pytest.param("deepseek to dcp", "new", marks=pytest.mark.slow),
-        pytest.param("deepseek to fp8", "new", marks=pytest.mark.slow),
-        pytest.param("gpt-oss to dcp", "new", marks=pytest.mark.slow),
-        pytest.param("gpt-oss to hf", "new", marks=pytest.mark.slow),
-        pytest.param("gpt-oss to mxfp4", "new", marks=pytest.mark.slow),
-        pytest.param("deepseek to fp8, kept scales", "new", marks=pytest.mark.slow),
+        ("dcp", "new", QUICK_POINTS),
+        *(
+            pytest.param(case, how, NUM_POINTS, marks=pytest.mark.slow)
+            for case, how in [("hf", "exchange"), ("dcp", "aside"), *((case, "new") for case in CASES)]
+        ),
     ],
 )
-def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(sources, tmp_path, case, how):
+def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(
+    sources, tmp_path, case, how, num_points
+):
     """`aside`: a file system that cannot exchange two names, where a kill can come between two renames."""
     source, asked = CASES[case]
     shutil.copytree(sources / source, tmp_path / "src")
@@ -230,7 +227,7 @@ def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(
         assert all(torch.equal(made[n].view(torch.uint8), t.view(torch.uint8)) for n, t in published.items())
         assert made["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 1)
     done = subprocess.run(
-        [sys.executable, "-P", "-c", KILLER, str(tmp_path), json.dumps(asked), how, str(NUM_POINTS)],
+        [sys.executable, "-P", "-c", KILLER, str(tmp_path), json.dumps(asked), how, str(num_points)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

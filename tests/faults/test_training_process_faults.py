@@ -68,8 +68,7 @@ def _fault(phase, what, rank):
 
             Report.fetching = interrupted
         case "forward":
-            num_layers = 4
-            due *= num_layers
+            due *= runs.TWO_LAYERS.num_layers
             before(TransformerBlock, "forward", lambda *_: count())
         case "backward":
             before(Tensor, "backward", lambda loss, *_: loss.register_hook(lambda _: count()))
@@ -145,6 +144,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole
     _assert_whole_after_another_start(runs.make_config(data, tmp_path, **FSDP2), tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_rank_that_sends_no_rows_to_experts_is_named_with_the_exchange_and_its_axis(data, tmp_path):
     config = runs.make_config(
         data,
