@@ -383,11 +383,10 @@ def test_file_names_outside_of_the_folder_are_refused(hub, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-DAMAGE = ["flipped", "cut", "emptied", "gone"]
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("place", ["cache", "folder", "folder of the hub's client"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("cache", "flipped"), ("folder", "cut"), ("folder of the hub's client", "gone"), ("folder", "emptied")],
+)
 def test_what_is_damaged_is_found_and_downloaded_again(hub, tmp_path, place, kind):
     dst = None if place == "cache" else tmp_path / "model"
     folder = Path(snapshot_download(NAME, local_dir=dst) if "client" in place else download(NAME, dst).path)
@@ -506,8 +505,7 @@ def test_offline_a_shard_that_the_index_names_is_missed(hub, monkeypatch):
     assert "other: missing, and the index names it" in refused(NAME).message
 
 
-@pytest.mark.parametrize("kind", ["flipped", "cut", "gone"])
-@pytest.mark.parametrize("place", ["cache", "folder"])
+@pytest.mark.parametrize(("place", "kind"), [("cache", "flipped"), ("folder", "cut"), ("folder", "gone")])
 def test_verify_compares_with_the_hubs_checksums_and_the_hint_of_every_command_mends(hub, tmp_path, place, kind):
     dst = None if place == "cache" else tmp_path / "model"
     folder = Path(download(NAME, dst).path)

@@ -147,7 +147,15 @@ def one_by_one():
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8], ids=["rows 1", "rows 8"])
-@pytest.mark.parametrize("known", ["llama 3.1", "qwen3", "experts", "deepseek v3", "gpt-oss"], indirect=True)
+@pytest.mark.parametrize(
+    "known",
+    [
+        "llama 3.1",
+        "experts",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3", "deepseek v3", "gpt-oss")),
+    ],
+    indirect=True,
+)
 def test_64_prompts(known, rows, memory_full_of_nan, tell):
     known.assert_says(load(known.folder), rows=rows, num_new=FEW, tell=tell)
 

@@ -168,6 +168,7 @@ def test_an_error_in_a_module_of_the_user_s_is_named_by_its_line(run, capfd, tmp
     assert err.startswith("rank 1:\nTraceback in your module:\n") and "import_custom" not in err
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_as_without_ranks(run, capfd):
     body = """
         sys.stdout = open("/dev/full", "w")
@@ -180,6 +181,7 @@ def test_a_full_disk_is_reported_as_without_ranks(run, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_not_an_internal_error(run, capfd):
     """Neither CUDA's nor Python's."""
     for problem, hint in (
@@ -192,6 +194,7 @@ def test_out_of_memory_is_not_an_internal_error(run, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error(tmp_path):
     body = """
         if RANK == 0:

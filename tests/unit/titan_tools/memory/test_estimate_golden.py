@@ -30,12 +30,12 @@ COMPILED = f"{ONE_RANK_AXES} --compile.enable --training.seq_len=256"
 # case → preset, ranks, overrides
 QUICK = {
     "dense, TP 2, full": ("debug", 4, f"{ONE_RANK_AXES} {TP}=2 {AC}=full"),
-    "tied, CP 2, foreach": ("qwen3_debug", 4, f"{ONE_RANK_AXES} {CP}=2 --optimizer.implementation=foreach"),
-    "1F1B": ("debug", 4, f"{ONE_RANK_AXES} {PP}=2 {SCHEDULE}=1F1B {MICROBATCH}=1"),
     "HSDP, accumulation": ("debug", 4, f"{ONE_RANK_AXES} {REPLICATE}=2 --training.global_batch_size=32"),
     "experts, FSDP 4": ("qwen3_debug", 4, f"{ONE_RANK_AXES} {CP}=1 {EXPERTS}"),
 }
 THOROUGH = {
+    "tied, CP 2, foreach": ("qwen3_debug", 4, f"{ONE_RANK_AXES} {CP}=2 --optimizer.implementation=foreach"),
+    "1F1B": ("debug", 4, f"{ONE_RANK_AXES} {PP}=2 {SCHEDULE}=1F1B {MICROBATCH}=1"),
     "fp32, TP 2, PP 2": ("debug", 8, ""),
     "DDP, plain loss": ("debug", 2, f"{ONE_RANK_AXES} {REPLICATE}=2 --training.loss=plain"),
     "CPU offload": ("debug", 2, f"{ONE_RANK_AXES} --training.enable_cpu_offload --optimizer.state_dtype=bfloat16"),

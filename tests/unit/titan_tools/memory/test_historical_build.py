@@ -220,7 +220,8 @@ def test_stages_of_a_pipelines_date():
     assert load_config(settings_of(row)[0], settings_of(row)[1:]).parallelism.module_fqns_per_model_part is None
 
 
-@pytest.mark.parametrize("date", [pytest.param("2025-02-05", marks=pytest.mark.slow), "2025-09-05"])
+@pytest.mark.slow
+@pytest.mark.parametrize("date", ["2025-02-05", "2025-09-05"])
 def test_few_layers_stand_for_all_although_states_come_with_the_first_step(date):
     row = row_of(PIPELINED, date=date, world="2", pp="1", tp="1", local_bs="2", compile="0", float8="")
     config, dims = load_config(*settings_of(row)[:1], settings_of(row)[1:]), MeshShape(dp_shard=2)
@@ -377,7 +378,11 @@ EXPERTS = {"model": "DeepSeek V3 16B", "pp": "1", "tp": "1", "world": "4", "dp_s
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("date", [pytest.param("2025-12-04", marks=pytest.mark.slow), "2026-05"])
-@pytest.mark.parametrize("checkpointing", [("selective", "op"), ("full", "op"), ("none", "op")], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [("selective", "op"), *(pytest.param((mode, "op"), marks=pytest.mark.slow) for mode in ("full", "none"))],
+    ids=lambda c: c[0],
+)
 def test_experts_on_several_ranks_are_rebuilt_with_every_checkpointing(date, checkpointing, is_compiled):
     """Until #2281 their FSDP hooks run within a recomputed layer, afterwards experts are in their layer's group."""
     row = row_of(PIPELINED, **EXPERTS, date=date, seq_len="64", local_bs="1")

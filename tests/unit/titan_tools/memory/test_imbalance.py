@@ -51,7 +51,7 @@ def test_the_worst_case_is_that_every_token_chooses_one_ranks_experts(ep, number
     assert worst_imbalance(found) * tokens * top_k == pytest.approx(most if ep > 1 else tokens * top_k)
 
 
-def test_verdicts_assume_more_rows_than_the_headline():
+def test_verdicts_assume_more_rows_than_the_headline(capsys):
     uneven = job(*ROWS, f"{EP}=4")
     found = estimate(uneven, gpu=GPUS["h100-80"], allocator="expandable")
     assert [each.imbalance for each in found.uneven] == [1.0, 1.5, 4.0]
@@ -63,6 +63,10 @@ def test_verdicts_assume_more_rows_than_the_headline():
     assert verdict.needed_gib == nvidia_smi_gib(judged.reserved_bytes, num_communicators=2)
     assert any("receive 1.5 times the mean" in line for line in found.assumptions)
     assert balanced.nvidia_smi_gib[1] < verdict.needed_gib[1]  # a GPU between the two is not said to be enough
+    show(found)
+    page = capsys.readouterr().out
+    assert "1.5" in page and "in the verdict" in page and "the worst case" in page
+    assert [each["imbalance"] for each in as_json(found)["uneven"]] == [1.0, 1.5, 4.0]
 
 
 @pytest.mark.slow
@@ -104,7 +108,8 @@ def test_an_imbalance_that_cannot_be_is_refused(words, imbalance, message):
         )
 
 
-def test_the_page_and_json_show_the_worst_case(capsys):
+@pytest.mark.slow
+def test_the_page_and_json_show_the_imbalance_that_is_asked_for(capsys):
     found = estimate(job(f"{EP}=2", world_size=2), gpu=GPUS["h200"], allocator="expandable", imbalance=1.25)
     show(found)
     page = capsys.readouterr().out

@@ -42,7 +42,9 @@ def assert_holds_its_share(peak, *, num_values: int, num_ranks: int) -> None:
     assert peak.by_part["optimizer"] == pytest.approx(8 * share, rel=0.01)
 
 
-@pytest.mark.parametrize("flavor", MODELS)
+@pytest.mark.parametrize(
+    "flavor", [pytest.param(each, marks=[pytest.mark.slow] * (each != "Kimi-K2")) for each in MODELS]
+)
 def test_a_rank_of_few_layers(flavor):
     job = job_of(flavor, num_layers=3)
     sizes = [prod(parameter.shape) for parameter in FAMILY.parameters(job.args) if parameter.is_trained]

@@ -24,7 +24,14 @@ PROMPTS = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=["gqa untied", "gqa tied", "one kv head", "no grouping"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gqa tied",
+        "one kv head",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gqa untied", "no grouping")),
+    ],
+)
 def pair(request, tmp_path_factory):
     """A transformers model and ours, read from the folder that it was saved to."""
     numbers = {
@@ -111,7 +118,7 @@ SAMPLINGS = {
 }
 
 
-QUICK = {("greedy", False), ("penalised", True), ("seeded and penalised", False), ("seeded", True)}
+QUICK = {("seeded and penalised", False), ("seeded", True)}
 
 
 @pytest.mark.parametrize(

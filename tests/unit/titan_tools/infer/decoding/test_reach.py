@@ -208,7 +208,7 @@ def test_an_answer_is_forgotten_without_computing_the_prompt_again(oss):
     assert found[0, 0] == run(Engine(oss.ours, rows=1, room=ROOM), [turn], max_new_tokens=3)[0][0, 0]
 
 
-@pytest.mark.parametrize("length", [5, 11, 20])
+@pytest.mark.parametrize("length", [11, *(pytest.param(each, marks=pytest.mark.slow) for each in (5, 20))])
 def test_samples_that_begin_late_continue_the_same_prompt(pair, length):
     """By then the prompt's row has decoded past the window, and into the next chunk."""
     said = complete(pair.ours, [TEXT[:length]] * 2, rows=2, max_new_tokens=18, samples=5)
@@ -358,7 +358,7 @@ def test_sums_of_the_cpus_kernel_are_tried_before_they_are_used(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_biases_are_added_once(name, tp, monkeypatch):
     """Ranks in threads of one process: heads, sinks and features that three do not divide, sums over ranks."""
     theirs = make(name, intermediate_size=90)  # 4 ranks have 23, 23, 23 and 21

@@ -100,7 +100,7 @@ def test_all_tokens_on_one_expert(tmp_path, form):
     case.assert_near(logits_of(load(case.folder, **form), rows=3))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_step_of_fixed_shapes_says_the_same(mixed, rows):
     """Compiled without graph breaks, so that no operation waits for the router's choice."""
     found = logits_of(load(mixed.folder, packed=False), rows=rows, compile=True, backend="eager")
@@ -214,8 +214,10 @@ def test_routers_compute_in_fp32_from_what_the_checkpoint_says(mixed):
         assert layer.experts.down.weights[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("packed", [True, False], ids=["separate", "stacked"])
-@pytest.mark.parametrize("how", ["int8", "float8"])
+@pytest.mark.parametrize(
+    "packed", [pytest.param(True, id="separate"), pytest.param(False, id="stacked", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("how", [pytest.param("int8", marks=pytest.mark.slow), "float8"])
 def test_eight_bits_are_those_of_torchao_for_each_expert(mixed, how, packed):
     """torchao does not know the class's experts: each becomes a linear layer for it."""
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_

@@ -67,12 +67,14 @@ def test_logits_are_those_of_dequantized_weights(folder):
     assert model.bytes_per_token < 0.5 * reference.bytes_per_token
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near(folder):
     model, reference = load_stored(folder, dtype=torch.bfloat16), load(folder, dtype=torch.bfloat16)
     expected = said_by(reference).float()
     assert (said_by(model).float() - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["v3"], indirect=True)
 def test_steps_of_fixed_shapes_say_the_same(folder):
     found = said_by(load_stored(folder, packed=False), compile=True, backend="eager")
@@ -80,7 +82,7 @@ def test_steps_of_fixed_shapes_say_the_same(folder):
     torch.testing.assert_close(found, said_by(load(folder)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_ranks_slice_has_the_values_of_the_whole(folder, rank):
     """Slices begin within a block."""
     whole, part = load(folder), load_stored(folder, tp=2, rank=rank)

@@ -73,7 +73,7 @@ def test_latents_say_what_transformers_says(case):
     case.assert_near(said_by(model, pieces=(7, 1, 32)))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_step_of_fixed_shapes_says_the_same(v3, rows):
     found = said_by(load(v3.folder, packed=False), rows=rows, compile=True, backend="eager")
     torch._dynamo.reset()

@@ -182,7 +182,9 @@ def test_a_published_folder_says_what_transformers_says(published):
     assert kept.body.layers["0"].attention.wq.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("options", [{"static": True}, {"compile": True, "backend": "eager"}])
+@pytest.mark.parametrize(
+    "options", [{"static": True}, pytest.param({"compile": True, "backend": "eager"}, marks=pytest.mark.slow)]
+)
 def test_steps_of_fixed_shapes_say_the_same(published, options):
     assert published.error(published.load(packed=False), **options) < 1e-5
     torch._dynamo.reset()

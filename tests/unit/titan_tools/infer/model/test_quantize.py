@@ -170,7 +170,13 @@ def test_logits_stay_close(folder, how, cosine, divergence, dtype):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("engine", [{}, {"compile": True, "backend": "aot_eager"}], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param({}, id="eager"),
+        pytest.param({"compile": True, "backend": "aot_eager"}, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_cached_decoding_is_the_rounded_models_whole_pass(folder, how, engine):
     model = load(folder, quantize=how)
     said, engine = [BOS, 72, 101, 108], Engine(model, rows=2, room=32, **engine)

@@ -98,7 +98,6 @@ CASES = {
 QUICK = (
     "FSDP, every 2nd layer",
     "TP",
-    "tied",
     "PP, last rank",
 )
 INTERLEAVED = {
@@ -235,10 +234,10 @@ def test_dense_layers_that_differ_are_expanded(depths_captured):
     """Gemma 3's: windows in two of three layers, no experts."""
     with gemma3.registered():
         config, args, dims = job(2, 12, every(3) | {"model.name": "gemma3", "model.flavor": "tiny"})
-        args = replace(gemma3.GEMMA3.flavors["tiny"], num_layers=16, window_layers=tuple(n for n in range(16) if n % 3))
+        args = replace(gemma3.GEMMA3.flavors["tiny"], num_layers=12, window_layers=tuple(n for n in range(12) if n % 3))
         whole = Job.of(config, args, dims)
         expanded = trace_rank(whole, rank=0, kernels=KERNELS, num_steps=1)
-        assert min(depths_captured) < 16 and len(depths_captured) == 1
+        assert min(depths_captured) < 12 and len(depths_captured) == 1
         assert_same(expanded, capture(whole, rank=0, kernels=KERNELS, num_steps=1))
 
 

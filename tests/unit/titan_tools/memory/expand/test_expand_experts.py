@@ -109,9 +109,8 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["windows in turn", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MASKS)[1:])]
-)
+@pytest.mark.slow  # in the suite: test_expand.py's layers that differ
+@pytest.mark.parametrize("name", MASKS)
 def test_few_layers_of_each_attention_give_the_trace_of_all(name, monkeypatch):
     family, flavor, world_size, words, numbers = MASKS[name]
     assert_expanded(with_masks(family, flavor, world_size, *words, **numbers), monkeypatch, num_steps=1)

@@ -314,7 +314,7 @@ def test_counts_of_steps_lie_on_the_gpu_for_the_fused_kernel_alone(implementatio
     assert begin == end  # and no step leaves anything behind, without Python's collector
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_validation_has_batches_of_its_own_and_leaves_nothing(pp):
     pipeline = {"pipeline_parallel_degree": pp, "pipeline_parallel_microbatch_size": 1}
     args = replace(ONE_LAYER, num_layers=pp)

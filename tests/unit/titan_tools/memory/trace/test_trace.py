@@ -20,7 +20,7 @@ from trainer.job.record import Job
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
-REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree"
+REPLICAS = "data_parallel_replicate_degree"
 SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
 GQA, TIED = "debug_gqa", "debug_tied"
 EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
@@ -51,11 +51,11 @@ CASES = [
     (Layout("DDP 2, accumulated", 2, {REPLICAS: 2}, ACCUMULATED), TIED, 0),
     (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
     (Layout("documents, FSDP 2, bf16, operations kept", 2, {}, BF16 | OFFSETS, OP), GQA, 0),
-    (Layout("latents, groups of experts, EP 2 x TP 2, bf16, operations kept", 4, EP | {TP: 2}, BF16, OP), V3, 0),
     (Layout("sinks and biased experts, EP 2 x TP 2, slices, bf16, operations kept", 4, SLICED, BF16, OP), WINDOW, 0),
     (Layout("chunks and scaled inputs, FSDP 2 x CP 2, bf16, operations kept", 4, {CP: 2}, BF16, OP), SCOUT, 1),
 ]
 MORE_CASES = [
+    (Layout("latents, groups of experts, EP 2 x TP 2, bf16, operations kept", 4, EP | {TP: 2}, BF16, OP), V3, 0),
     (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
     (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
