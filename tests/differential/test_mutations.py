@@ -50,7 +50,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("family", "place", "mutation"), every(CASES, num=24))
+@pytest.mark.parametrize(("family", "place", "mutation"), every(CASES, num=14))
 def test_mutation(family, place, mutation, tmp_path, count):
     problem = (_saved_from_object if place == "object" else _changed_on_disk)(tmp_path / "src", family, mutation)
     if problem:

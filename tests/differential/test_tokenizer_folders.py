@@ -75,7 +75,7 @@ def vocabularies(tmp_path_factory):
     return folder_of
 
 
-@pytest.mark.parametrize(("files", "declared"), every(CASES, num=14))
+@pytest.mark.parametrize(("files", "declared"), every(CASES, num=8))
 def test_every_command(files, declared, models, vocabularies, titan, tmp_path, count):
     number = CASES.index((files, declared))
     family = ("llama", "qwen3")[number % 2]

@@ -136,12 +136,3 @@ DECLARATIONS: dict[str, Callable[[Path], None]] = {
     "GPT2Tokenizer": _setting(tokenizer_class="GPT2TokenizerFast"),
     "a class that nobody has": _setting(tokenizer_class="TheirTokenizer"),
 }
-OTHER_CLASSES = (
-    "CodeLlamaTokenizer",
-    "GemmaTokenizer",
-    "Qwen3_5Tokenizer",
-    "CodeGenTokenizer",
-    "GPTNeoXTokenizer",
-    "CohereTokenizer",
-    "TokenizersBackend",
-)

@@ -135,7 +135,7 @@ def test_native_values_are_those_that_transformers_holds(source):
 
 def pairs() -> list:
     """Every model in every form that it has. Most are slow tests: all go through all forms in turn, too."""
-    quick = ("llama3 tied", "qwen3 I != H", "llama4 maverick")
+    quick = ("qwen3 I != H", "llama4 maverick")
     every = [(model, form) for model in MODELS for form in FORMS if model in FORMS[form][3]]
     return [pytest.param(*pair, marks=[pytest.mark.slow] * (pair[0] not in quick)) for pair in every]
 
@@ -153,7 +153,8 @@ def test_there_and_back(source, form, tmp_path):
 
 
 LIKE_OTHERS = {"llama3", "llama2 biases of attention", "llama3 tied, biases of MLPs", "qwen3", "qwen3 I != H"}
-LIKE_OTHERS |= {"deepseek_v3 v2", "deepseek_v3 moonlight", "deepseek_v3 kimi", "llama4 square"}
+LIKE_OTHERS |= {"llama2", "deepseek_v3 v2", "deepseek_v3 v3", "deepseek_v3 moonlight", "deepseek_v3 kimi"}
+LIKE_OTHERS |= {"llama4 square", "llama4 maverick"}
 
 
 IN_STORE = {"llama3 tied", "qwen3 I != H"}  # the others, in an object store, are slow tests
@@ -215,8 +216,13 @@ def refusal(model: str, to: str) -> str:
     return {"meta": "Meta's format", "torchtune": "torchtune 0.6.1"}[to] + f" has no {family_of(model)} models"
 
 
-REFUSED = [(model, "meta") for model in MODELS if model not in METAS]
-REFUSED += [(model, "torchtune") for model in MODELS if model not in TORCHTUNES | {"llama2"}]
+REFUSED = [
+    (model, to)
+    for to, taken in (("meta", METAS), ("torchtune", TORCHTUNES | {"llama2"}))
+    for model in MODELS
+    if model not in taken
+]
+REFUSED = list({(family_of(model), to): (model, to) for model, to in REFUSED}.values())  # one of each family
 
 
 @pytest.mark.parametrize(("source", "to"), REFUSED, indirect=["source"])

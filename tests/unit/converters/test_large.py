@@ -85,12 +85,12 @@ def bytes_of(name: str, *, mtp: bool) -> int:
 SHARDED = ("--for-mesh", "dp_shard=64,tp=8")
 EXPERTS_SHARDED = ("--for-mesh", "dp_shard=64,ep=8")
 PLANS = [
-    ("llama", "dcp", SHARDED),
     ("llama as dcp", "meta", ("--num-shards", "8")),
-    ("moe", "dcp", EXPERTS_SHARDED),
     ("deepseek", "dcp", EXPERTS_SHARDED),
 ]
 MORE_PLANS = [
+    ("llama", "dcp", SHARDED),
+    ("moe", "dcp", EXPERTS_SHARDED),
     ("llama", "dcp", ()),
     ("qwen", "dcp", ()),
     ("qwen", "dcp", SHARDED),

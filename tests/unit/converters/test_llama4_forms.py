@@ -48,7 +48,7 @@ FORMS = {
 }
 
 
-@pytest.fixture(scope="module", params=["scout", "maverick"])
+@pytest.fixture(scope="module", params=["maverick", pytest.param("scout", marks=pytest.mark.slow)])
 def source(request, tmp_path_factory):
     """(name, model, root): root/hf, a text folder that transformers wrote, and root/dcp."""
     root = tmp_path_factory.mktemp(request.param)

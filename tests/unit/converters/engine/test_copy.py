@@ -142,10 +142,10 @@ def test_the_rows_of_a_head_are_read_together(tmp_path, width, rows):
         ((4096, 4096), 1, False),
         ((4096, 4096), 8, False),
         ((4096, 4096), 1, True),
-        ((2, 1 << 23), 1, False),
+        pytest.param((2, 1 << 23), 1, False, marks=pytest.mark.slow),
         ((2, 1 << 23), 8, False),
         ((2, 1 << 23), 2, True),
-        ((1 << 16,), 1, False),
+        pytest.param((1 << 16,), 1, False, marks=pytest.mark.slow),
     ],
 )
 def test_memory_is_a_few_blocks_for_each_worker(tmp_path, shape, workers, in_order):

@@ -77,7 +77,6 @@ MAVERICK = SCOUT | {
     "use_qk_norm": False,
 }
 TINY = NUMBERS["scout"] | {"num_hidden_layers": 4, "vocab_size": 64}
-NUM_TOKENS = 20
 
 
 @pytest.mark.parametrize(("config", "flavor"), [(SCOUT, "17bx16e_irope"), (MAVERICK, "17bx128e_irope")])

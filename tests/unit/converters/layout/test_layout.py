@@ -198,6 +198,7 @@ def test_a_mesh_that_leaves_dust_is_refused(mesh):
     assert len(boxes_for_mesh(parameters, replicated, itemsizes={p.fqn: 2 for p in parameters})) == 256
 
 
+@pytest.mark.slow
 def test_405b_on_512_ranks_is_laid_out_within_seconds_and_layers_share_their_boxes():
     """Seconds of a core that works for nobody else; here, beside as many boxes that are just made."""
     parameters = LLAMA3.parameters(FLAVORS["405B"])

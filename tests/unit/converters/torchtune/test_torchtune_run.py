@@ -20,6 +20,7 @@ from converters.store.manifest import read_manifest
 from tests.doors import convert
 from tests.unit.converters.torchtune.torchtune_folders import STYLES, make_case
 
+pytestmark = pytest.mark.slow  # in the suite, torchtune reads the recipes: test_torchtune_output.py
 TUNE = Path(sys.executable).with_name("tune")
 
 
@@ -51,14 +52,13 @@ def loss_of_transformers(case, folder, num_rows=2):
         return case.model(batch["tokens"], labels=batch["labels"]).loss.item()
 
 
-@pytest.fixture(scope="module", params=[("hf",), pytest.param(STYLES, marks=pytest.mark.slow)], ids=" ".join)
-def runs(request, tmp_path_factory, environment):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, environment):
     """A tied model in these styles, fine-tuned by the command that the recipe names, with no override."""
     case = make_case(tmp_path_factory.mktemp("a folder"), "3.2")
-    return case, {style: tune(case.root / style, environment) for style in request.param}
+    return case, {style: tune(case.root / style, environment) for style in STYLES}
 
 
-@pytest.mark.slow
 def test_the_loss_is_transformers_and_the_same_in_every_style(runs, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     case, losses = runs
@@ -88,7 +88,6 @@ def test_an_epoch_comes_back(runs, tmp_path):
     assert ids[0] == ids[1]
 
 
-@pytest.mark.slow
 def test_llama_2_with_one_s_own_conversations(tmp_path, environment, monkeypatch):
     case = make_case(tmp_path, "2")
     turns = [{"role": "user", "content": "What is the fox?"}, {"role": "assistant", "content": "Quick and brown."}]
@@ -101,7 +100,6 @@ def test_llama_2_with_one_s_own_conversations(tmp_path, environment, monkeypatch
     convert(tmp_path / "hf-finetuned" / "epoch_1", tmp_path / "back", to="dcp", source="torchtune")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_lora_leaves_an_adapter_next_to_the_weights(tmp_path, environment, style):
     case = make_case(tmp_path, "3.1")
@@ -119,7 +117,6 @@ def test_lora_leaves_an_adapter_next_to_the_weights(tmp_path, environment, style
     assert changed == {"attention.wq.weight", "attention.wv.weight"} | mlp
 
 
-@pytest.mark.slow
 def test_of_a_run_of_several_epochs_each_comes_back(tmp_path, environment):
     case = make_case(tmp_path, "3.1")
     losses = tune(case.root / "hf", environment, "epochs=2", "max_steps_per_epoch=1")

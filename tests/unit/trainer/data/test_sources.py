@@ -20,12 +20,6 @@ def write_parquet(path, texts, *, column="text", kind=None, **options):
     return path
 
 
-def before_the_text(data):
-    """The header of the page that holds it."""
-    start = data.index(b"text 0")
-    return data[start - 30 : start]
-
-
 def texts_of(path, **options):
     return [document.text for document in read_documents([path], **options)]
 

@@ -68,7 +68,7 @@ def gradients(model: torch.nn.Module, seq_len: int = 16) -> dict[str, torch.Tens
     return {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_no_graph_of_a_compiled_block_has_complex_numbers(family):
     """Inductor has no code for them. The eager rotation of interleaved pairs is one complex product."""
     dtypes = set()
@@ -95,7 +95,7 @@ def test_inductor_warns_of_no_complex_numbers(family):
     ("family", "mode"),
     [
         *(("llama3", mode) for mode in QUICK_MODES),
-        ("qwen3", "op"),
+        pytest.param("qwen3", "op", marks=pytest.mark.slow),
         *(pytest.param("llama3", mode, marks=pytest.mark.slow) for mode in MODES if mode not in QUICK_MODES),
         pytest.param("qwen3", "none", marks=pytest.mark.slow),
     ],

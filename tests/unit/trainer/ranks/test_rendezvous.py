@@ -116,9 +116,8 @@ def test_a_port_that_another_program_uses_is_named_at_once():
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_name_that_does_not_resolve_ends_with_the_timeout(port, rank):
-    (error,) = join(environment(port, rank=rank) | {"MASTER_ADDR": "no-such-host.invalid"})
+def test_a_name_that_does_not_resolve_ends_with_the_timeout(port):
+    (error,) = join(environment(port, rank=1) | {"MASTER_ADDR": "no-such-host.invalid"})
     assert isinstance(error, ConfigError) and "MASTER_ADDR = 'no-such-host.invalid'" in error.message
     assert "does not resolve" in error.message
 
