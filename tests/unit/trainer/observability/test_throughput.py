@@ -9,7 +9,10 @@ import torch
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
+from trainer.config.load import load_config
+from trainer.job.job import resolve_job
 from trainer.next_token.numbers import flops_per_token
+from trainer.next_token.objective import NEXT_TOKEN
 from trainer.observability.throughput import (
     StepClock,
     peak_memory,
@@ -69,8 +72,11 @@ def test_flops_of_latent_attention_count_values_of_their_own_width():
     """As torchtitan v0.2.2 counts them (get_moe_model_nparams_and_flops): 192 features of a head of q, 128 of v."""
     family = get_family("deepseek_v3")
     args = family.flavors["671B"]
-    num_active, seq_len, value_dim = family.num_active_parameters(args), 4096, family.value_dim(args)
-    count = flops_per_token(args, num_parameters=num_active, seq_len=seq_len, value_dim=value_dim)
+    num_active, seq_len = family.num_active_parameters(args), 4096
+    words = ["--model.name=deepseek_v3", "--model.flavor=671B", f"--training.seq_len={seq_len}"]
+    axes = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+    words += [f"--parallelism.{axis}_degree=1" for axis in axes]
+    count = NEXT_TOKEN.flops_per_unit(resolve_job(load_config("debug", words), 1))
     attention = 6 * 61 * 128 * (192 + 128) * seq_len
     assert count == 6 * (num_active - args.vocab_size * args.dim) + attention
     assert num_active / 1e9 == pytest.approx(37.55, abs=0.1)  # arXiv 2412.19437 says 37 B
