@@ -133,7 +133,13 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("inject, num_kept", POINTS.values(), ids=POINTS)
+QUICK = ("before its settings are there", "after the second line", "in the fifth line", "before it is put in order")
+
+
+@pytest.mark.parametrize(
+    "inject, num_kept",
+    [pytest.param(*POINTS[name], id=name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in POINTS],
+)
 def test_a_batch_that_is_killed_goes_on_to_the_same_file(titan, hf, batch, whole, tmp_path, inject, num_kept):
     """kill -9 at any point loses no finished line, and the end is an uninterrupted run's, byte for byte."""
     argv, out = command(hf, *batch), batch[1]

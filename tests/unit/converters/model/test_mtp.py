@@ -26,7 +26,7 @@ from tests.models.deepseek import write_mtp
 NUM_IN_LAYER = 9 + 2 + 3 * (12 + 1) + 4  # attention and norms, router, experts, what only such a layer has
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def source(request, tmp_path_factory):
     """(count, root, tensors): root/hf as published, root/kept a DCP with the layers."""
     root = tmp_path_factory.mktemp("mtp")

@@ -34,7 +34,12 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1200, "num_attention_heads": 8,
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=TINY)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama2", "llama3_tied", "qwen3"))) for name in TINY
+    ],
+)
 def tiny(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     return folder, write_tiny(folder, request.param)
