@@ -39,11 +39,7 @@ def _no_cache(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # tiktoken keeps files by path, and a path of ours may come again
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("3", "tied, plain RoPE"))) for kind in KINDS],
-    ids=lambda kind: f"llama {kind}",
-)
+@pytest.fixture(scope="module", params=list(KINDS), ids=lambda kind: f"llama {kind}")
 def case(request, tmp_path_factory):
     return make_case(tmp_path_factory.mktemp("torchtune"), request.param)
 
