@@ -18,6 +18,7 @@ from converters.families.llama3 import FLAVORS
 from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import ModelInfo, write_model_info
 from converters.source.open import open_checkpoint
+from converters.store.location import locate
 from tests.dist import runs
 from tests.doors import reshard
 from tests.models.names import interleaved, native_name
@@ -151,7 +152,7 @@ def go_on(source: Source, config, folder: Path) -> dict[str, float]:
         step_of(model, optimizer, batch.tokens, batch.targets, batch.num_units)
     write_source(source, folder / "stock", model, optimizer)
     reshard(folder / "stock", folder / "ours", mesh=MeshShape(tp=2), drop=["dataloader"])
-    checkpoints.load(folder / "ours", state)
+    checkpoints.load(locate(folder / "ours"), state)
     assert (state.progress.step, state.progress.units_seen, state.schedule.last_epoch) == (3, 99, 3)
     optimizer.param_groups[0]["lr"] = state.schedule.lr
 
