@@ -279,13 +279,13 @@ def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_i
         raise AssertionError("run on real memory")
 
     monkeypatch.setattr(loss_registry, "_REGISTERED", {})
-    loss_registry.register_loss("of one's own", lambda logits_BLV, targets_BL: score(logits_BLV))
+    loss_registry.register_loss("of_ones_own", lambda logits_BLV, targets_BL: score(logits_BLV))
     loss_registry.register_loss("selected", selected)
     loss_registry.register_loss("masked", masked)
     with pytest.raises(UnsupportedError, match="aten.nonzero"):
         captured(tiny({}, {"loss": "selected"}))
     with pytest.raises(UnsupportedError, match="memory_coverage::score"):
-        captured(tiny({}, {"loss": "of one's own"}))
+        captured(tiny({}, {"loss": "of_ones_own"}))
     assert captured(tiny({}, {"loss": "masked"})).blocks
 
 
