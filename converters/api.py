@@ -51,10 +51,13 @@ from converters.reshard import ReshardReport, ReshardRequest
 from converters.reshard import reshard as _reshard
 from converters.source.weights import NativeWeights, open_native
 from converters.store.base import Store, read_bytes, register_store
+from converters.store.folder_output import FolderOutputs
 from converters.store.hub_names import find_local
 from converters.store.location import Location, Place, locate
-from converters.store.output import Output, Outputs
+from converters.store.mirror import local_copies
+from converters.store.output import Output, Outputs, RunOutputs
 from converters.store.outputs import register_outputs
+from converters.store.paths import NotAFile
 from converters.verify import verify as _verify
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 
@@ -66,7 +69,8 @@ __all__ = [
     "RopeScaling", "LinearRope", "DynamicRope", "YarnRope", "rope_of", "dense_block",
     "Parameter", "Role", "parameters_of", "layer_parameters", "with_ends",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
-    "Drop", "register_store", "register_outputs", "Location", "Store", "Output", "Outputs", "Place", "read_bytes",
+    "Drop", "register_store", "register_outputs", "Location", "Store", "Output", "Outputs", "RunOutputs",
+    "FolderOutputs", "NotAFile", "local_copies", "Place", "read_bytes",
     "register_container", "Container", "Listing", "Catalog", "TensorEntry", "Chunk", "row_major", "itemsize",
     "numpy_dtype",
     "register_format", "Format", "CommandHelp", "OutputOptions", "Contents", "Target", "Slot",

@@ -27,7 +27,7 @@ from converters.store.base import Store, register_store
 from converters.store.commit import CHECKPOINT_MARKS
 from converters.store.journal import Journal
 from converters.store.location import Location
-from converters.store.mirror import copy_small_files, new_mirror
+from converters.store.mirror import local_copies
 from converters.store.output import Claimed, Locked, can_resume
 from converters.store.outputs import register_outputs
 from converters.store.paths import NotAFile
@@ -198,8 +198,7 @@ class PretendStore:
         buffer[:] = data
 
     def local(self, names: Iterable[str] = ()) -> Path:
-        self._mirror = self._mirror or new_mirror(self.location)
-        copy_small_files(self, names, self._mirror)
+        self._mirror = local_copies(self, names, self._mirror)
         return self._mirror
 
     def close(self) -> None:

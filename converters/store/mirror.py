@@ -23,11 +23,12 @@ def _root() -> Path:
     return folder
 
 
-def copy_small_files(store: Store, names: Iterable[str], into: Path) -> None:
-    """Copy files of a store into a folder of `new_mirror`, unless they are there.
+def local_copies(store: Store, names: Iterable[str], folder: Path | None) -> Path:
+    """The folder for `Store.local`, with copies of these files; `folder`: what the last call for this store returned.
 
     All other files are links to nothing: who looks for their names finds them, and opening one fails.
     """
+    into = folder or _new_folder(store.location)
     for name in names:
         path = into / name
         if path.is_file():
@@ -43,9 +44,10 @@ def copy_small_files(store: Store, names: Iterable[str], into: Path) -> None:
             path.mkdir(exist_ok=True)
         elif not path.is_file() and not path.is_symlink():
             path.symlink_to(_NOT_COPIED)
+    return into
 
 
-def new_mirror(location: Location) -> Path:
+def _new_folder(location: Location) -> Path:
     """An empty folder for local copies, whose path ends like the location, for messages."""
     parts = [part for part in str(location).split("/") if part not in ("", ".", "..")]
     folder = Path(tempfile.mkdtemp(dir=_root())).joinpath(*parts)

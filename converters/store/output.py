@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from converters.common.crc import crc32
 from converters.common.errors import CheckpointError, list_offenders
@@ -86,7 +86,7 @@ class Claimed:
 
 
 class Outputs(Protocol):
-    """Makes the outputs of one scheme."""
+    """Makes the outputs of one scheme, each written by one process."""
 
     @property
     def only_appends(self) -> bool:
@@ -113,6 +113,11 @@ class Outputs(Protocol):
         `fingerprint` continues. Readers see no checkpoint without the last one of `files`: where a commit is no rename,
         it is created last. `is_file`: the location is that of the only file, and nothing else is committed.
         """
+
+
+@runtime_checkable
+class RunOutputs(Outputs, Protocol):
+    """Also makes what a run needs: outputs of several processes, and a folder of checkpoints."""
 
     def prepare(self, location: Location) -> str:
         """Begin an output that several processes write together. One of them calls this first; the rest get its

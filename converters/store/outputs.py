@@ -5,15 +5,21 @@ from converters.common.extensions import check_name, check_protocol
 from converters.common.sizes import format_bytes
 from converters.store.folder_output import FolderOutputs
 from converters.store.location import SCHEME, Location
-from converters.store.output import Outputs
+from converters.store.output import Outputs, RunOutputs
 
 _OUTPUTS: dict[str, Outputs] = {}
 
 
 def register_outputs(scheme: str, outputs: Outputs) -> None:
-    """Write to locations `scheme://…` with the outputs that `outputs` makes (output.Outputs says what it needs)."""
+    """Write to locations `scheme://…` with the outputs that `outputs` makes (output.Outputs says what it needs).
+
+    Runs save there, and `verify --accept` writes, if they are RunOutputs.
+    """
     check_name("store", scheme, _OUTPUTS, pattern=SCHEME)
-    check_protocol(outputs, Outputs, f"what makes the outputs of {scheme}://")
+    what = f"what makes the outputs of {scheme}://"
+    check_protocol(outputs, Outputs, what)
+    if any(hasattr(outputs, name) for name in vars(RunOutputs) if not name.startswith("_")):
+        check_protocol(outputs, RunOutputs, what)
     _OUTPUTS[scheme] = outputs
 
 
@@ -38,3 +44,14 @@ def outputs_at(location: Location) -> Outputs:
             f"{location}: {location.scheme}:// cannot be written to", hint=f"known: paths{known and f', {known}'}"
         )
     return _OUTPUTS[location.scheme]
+
+
+def run_outputs_at(location: Location) -> RunOutputs:
+    """`outputs_at`, for a run. Raises UnsupportedError if only conversions can be written there."""
+    outputs = outputs_at(location)
+    if not isinstance(outputs, RunOutputs):
+        raise UnsupportedError(
+            f"{location}: only `convert`, `reshard` and `seed` can write to {location.scheme}://",
+            hint="what is registered for it has none of the other methods of RunOutputs (converters.api)",
+        )
+    return outputs

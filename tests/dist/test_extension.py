@@ -1,8 +1,9 @@
-"""docs/extend.md is true: its files are a family, a dataset and a loss outside this package, and its commands run.
+"""docs/extend.md is true: its package, made outside of titan, is built and used step by step, and prints what it says.
 
-The family is one that transformers has, so its logits are compared with those.
+Families from outside (the page's, Mixtral and Command R) are ones that transformers has: logits are compared with its.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -17,65 +18,65 @@ from safetensors.torch import load_file, save_file
 
 from converters.source.weights import open_native
 from tests.dist import runs
-from titan_tools import cli
 from trainer.config.custom_import import import_custom
 from trainer.models.registry import get_trainer_family
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "extend.md").read_text()
+PAGE, REFERENCE = ((ROOT / "docs" / name).read_text() for name in ("extend.md", "extend_reference.md"))
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
+COMMAND_R, MIXTRAL = (ROOT / "tests" / "models" / f"{name}.py" for name in ("command_r", "mixtral"))
 RUN_ALL = """
 import json, os, sys
 from titan_tools import cli
-commands, before = json.loads(sys.argv[1]), dict(os.environ)
-for command in commands:
+before = dict(os.environ)
+for command in json.loads(sys.argv[1]):
     sys.argv = command
     os.environ.clear()
     os.environ.update(before)  # each as in a process of its own
-    print(f"$ {command[-1]}", flush=True)
-    if code := cli.run():
+    print("$", flush=True)
+    if command[0] == "python":
+        exec(command[2])
+    elif code := cli.run():
         sys.exit(f"{command} ended with {code}")
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files of the page, and the tokenizer of its first command."""
+    """A folder in which the page was followed, one step after the other, and the commands of the reference."""
     folder = tmp_path_factory.mktemp("outside")
-    for name, content in re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.S):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-    command = shlex.split(re.findall(r"```console\n\$ (titan data prepare .*)\n", PAGE)[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", command)
-        patch.chdir(folder)
-        assert cli.run() == 0
+    (folder / "titan.json").write_text(json.dumps(_product_files()))
+    for kind, title, text in FENCE.findall(PAGE + REFERENCE):
+        if title:
+            (folder / title).parent.mkdir(exist_ok=True)
+            with (folder / title).open("a") as file:  # `__init__.py` gets a line in each step
+                file.write(text)
+        elif kind == "console":
+            _run_and_compare(folder, text)
     return folder
 
 
-def train_in_a_layout(folder, config):
-    """Case: a run of the page's family, data and loss."""
-    import_custom(str(folder / "mine"))
-    return runs.run(config)
-
-
-def logits_of(folder, checkpoint, tokens):
-    """Case: what the page's model says to tokens, from a checkpoint of any format."""
-    from titan_tools.infer.model.load import load_model
-
-    import_custom(str(folder / "mine"))
-    with open_native(checkpoint) as weights:
-        model = load_model(weights.source, weights.info, dtype=torch.float32, device=torch.device("cpu"))
-    with torch.inference_mode():
-        return model.head(model.body(torch.tensor([tokens])))[0].tolist()
-
-
-def convert_there_and_back(folder, source, destination):
-    """Case: Hugging Face to DCP and back."""
-    from tests.doors import convert
-
-    import_custom(str(folder / "mine"))
-    convert(source, destination / "dcp", to="dcp")
-    convert(destination / "dcp", destination / "hf", to="hf")
+def _run_and_compare(folder, text):
+    """Run the commands of a step and compare what they print; `…` stands for anything, a line of it for lines."""
+    first, *steps = re.split(r"^\$ (.*)\n", text, flags=re.M)
+    assert not first
+    commands = [shlex.split(command) for command in steps[::2]]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", RUN_ALL, json.dumps(commands)],
+        cwd=folder,
+        env=_environment() | {"PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    for command, expected, output in zip(steps[::2], steps[1::2], done.stdout.split("$\n")[1:], strict=True):
+        lines = (
+            r"(?:.*\n)*?" if line == "…" else re.escape(line).replace("…", ".*") + r"\n"
+            for line in expected.splitlines()
+        )
+        assert re.fullmatch("".join(lines), output), f"{command} printed\n{output}"
 
 
 def _environment():
@@ -83,27 +84,57 @@ def _environment():
     return {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_the_commands_of_the_page_run(folder):
-    (block,) = re.findall(r"```console\n(.*?)```", PAGE, re.S)
-    made, *commands = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
-    assert (
-        made[:3] == ["titan", "data", "prepare"]
-        and len(commands) >= 7
-        and {command[0] for command in commands} == {"titan"}
-    )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", RUN_ALL, json.dumps(commands)],
-        cwd=folder,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal; " in done.stdout and "back: all checks passed" in done.stdout and "command_r" in done.stdout
-    losses = runs.read_losses(folder / "outputs")
+def train_with(module, config):
+    """Case: a run with a module imported."""
+    import_custom(str(module))
+    return runs.run(config)
+
+
+def train_with_command_r(folder, config):
+    """Case: a run of Command R with the page's data and loss."""
+    import_custom(str(COMMAND_R))
+    return train_with(folder / "mine", config)
+
+
+def logits_of(module, checkpoint, tokens):
+    """Case: the logits of a module's family, from a checkpoint of any format."""
+    from titan_tools.infer.model.load import load_model
+
+    import_custom(str(module))
+    with open_native(checkpoint) as weights:
+        model = load_model(weights.source, weights.info, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.inference_mode():
+        return model.head(model.body(torch.tensor([tokens])))[0].tolist()
+
+
+def convert_there_and_back(module, source, destination):
+    """Case: Hugging Face to DCP and back."""
+    from tests.doors import convert
+
+    import_custom(str(module))
+    convert(source, destination / "dcp", to="dcp")
+    convert(destination / "dcp", destination / "hf", to="hf")
+
+
+def test_the_steps_of_the_page_leave_what_they_say(folder):
+    losses = runs.read_losses(folder / "counted")
     assert losses.keys() == set(range(1, 7)) and losses[6] < losses[1] - 0.03
-    assert (folder / "outputs" / "losses.csv").read_text().splitlines()[5].startswith("6,")
+    assert (folder / "counted" / "losses.csv").read_text().splitlines()[5].startswith("6,")
+    one, two = (runs.read_losses(folder / name) for name in ("denoised", "on-two-ranks"))
+    assert one.keys() == two.keys() and all(abs(one[step] - two[step]) <= 1e-6 for step in one)
+    assert one[20] < one[1] - 0.2
+
+
+def test_the_package_needs_no_change_of_titan(folder):
+    """A family, a container, a format, a store, an objective, a dataset, a loss, a sink: no file of titan changes."""
+    assert len([*(folder / "mine").glob("*.py")]) == 7
+    assert _product_files() == json.loads((folder / "titan.json").read_text())
+    assert len(PAGE.splitlines()) <= 580
+
+
+def _product_files():
+    files = (path for name in ("converters", "trainer", "titan_tools") for path in (ROOT / name).rglob("*.py"))
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.slow
@@ -132,7 +163,7 @@ def test_every_layout_has_the_losses_of_one_rank(pools, folder, tmp_path):
             training={"dataset": "counting", "dataset_path": "20000", "loss": "z_loss", "global_batch_size": 8},
             parallelism=parallelism,
         )
-        output = pools[4 if parallelism else 1].run(train_in_a_layout, folder, config)
+        output = pools[4 if parallelism else 1].run(train_with_command_r, folder, config)
         assert set(output) == {""}, output
         losses[name] = runs.read_losses(dump)
     for seen in losses.values():
@@ -140,36 +171,45 @@ def test_every_layout_has_the_losses_of_one_rank(pools, folder, tmp_path):
         assert all(abs(seen[step] - losses["one"][step]) <= 5e-6 for step in seen), losses
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_family_is_the_one_of_transformers(pools, folder, tmp_path, tied):
-    from transformers import CohereConfig, CohereForCausalLM
+@pytest.mark.parametrize(
+    ("called", "settings"),
+    [
+        ("Qwen2", {"tie_word_embeddings": False}),
+        ("Cohere", {"logit_scale": 0.3, "tie_word_embeddings": True}),
+        ("Cohere", {"logit_scale": 0.3, "tie_word_embeddings": False}),
+    ],
+    ids=["the page's Qwen 2", "Command R, tied", "Command R"],
+)
+def test_a_family_from_outside_is_the_one_of_transformers(pools, folder, tmp_path, called, settings):
+    import transformers
 
+    module = COMMAND_R if called == "Cohere" else folder / "mine"
     numbers = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    config = CohereConfig(
-        **numbers, vocab_size=97, intermediate_size=56, initializer_range=0.2, logit_scale=0.3, tie_word_embeddings=tied
-    )
+    config = getattr(transformers, f"{called}Config")(**numbers, vocab_size=97, intermediate_size=56, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = CohereForCausalLM(config).eval()
+        model = getattr(transformers, f"{called}ForCausalLM")(config).eval()
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
     model.save_pretrained(tmp_path / "theirs")
     tokens = torch.randint(97, (48,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
-    (ours,) = pools[1].run(logits_of, folder, tmp_path / "theirs", tokens)
+    (ours,) = pools[1].run(logits_of, module, tmp_path / "theirs", tokens)
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.tensor(ours), expected, rtol=0, atol=2e-5)
 
-    pools[1].run(convert_there_and_back, folder, tmp_path / "theirs", tmp_path)
+    pools[1].run(convert_there_and_back, module, tmp_path / "theirs", tmp_path)
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "theirs"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    again = CohereForCausalLM.from_pretrained(tmp_path / "hf").eval()  # config.json too
+    again = type(model).from_pretrained(tmp_path / "hf").eval()  # config.json too
     with torch.inference_mode():
         assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
 
 
-def mixtral_logits(folder, checkpoint, tokens):
-    """Case: what the page's Mixtral says to tokens, in the trainer's model, from a checkpoint of any format."""
-    import_custom(str(folder / "mine"))
+def mixtral_logits(checkpoint, tokens):
+    """Case: the logits of the trainer's Mixtral, from a checkpoint of any format."""
+    import_custom(str(MIXTRAL))
     with open_native(checkpoint) as weights:
         model = get_trainer_family(weights.info.family).build_model(weights.info.args)
         model.load_state_dict({fqn: torch.from_numpy(weights.read(fqn)) for fqn in weights.tensors})
@@ -177,7 +217,7 @@ def mixtral_logits(folder, checkpoint, tokens):
         return model(torch.tensor([tokens]))[0].tolist()
 
 
-def test_the_mixture_of_experts_of_the_page_is_the_one_of_transformers(pools, folder, tmp_path):
+def test_mixtral_from_outside_is_the_one_of_transformers(pools, tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
@@ -191,25 +231,20 @@ def test_the_mixture_of_experts_of_the_page_is_the_one_of_transformers(pools, fo
     tokens = torch.randint(97, (48,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
-    (ours,) = pools[1].run(mixtral_logits, folder, tmp_path / "theirs", tokens)
+    (ours,) = pools[1].run(mixtral_logits, tmp_path / "theirs", tokens)
     assert expected.std() > 0.1
     torch.testing.assert_close(torch.tensor(ours), expected, rtol=0, atol=2e-5)
-    pools[1].run(convert_there_and_back, folder, tmp_path / "theirs", tmp_path)
+    pools[1].run(convert_there_and_back, MIXTRAL, tmp_path / "theirs", tmp_path)
     again = MixtralForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.inference_mode():
         assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
 
 
-def test_the_mixture_of_experts_of_the_page_trains(pools, folder, tmp_path):
+def test_mixtral_from_outside_trains(pools, data, tmp_path):
     config = runs.make_config(
-        folder / "tokenizer",
-        tmp_path,
-        flavor="tiny",
-        model={"name": "mixtral"},
-        training={"dataset": "counting", "dataset_path": "20000", "global_batch_size": 8},
-        parallelism={"pipeline_parallel_degree": 2},
+        data, tmp_path, flavor="tiny", model={"name": "mixtral"}, parallelism={"pipeline_parallel_degree": 2}
     )
-    assert pools[2].run(train_in_a_layout, folder, config) == ["", ""]
+    assert pools[2].run(train_with, MIXTRAL, config) == ["", ""]
     losses = runs.read_losses(tmp_path)
     assert losses[4] < losses[1]
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -325,13 +360,7 @@ def test_a_scale_is_the_same_in_every_layout(pools, data, scaled, tmp_path, layo
     assert all(abs(losses["many"][step] - losses["one"][step]) <= 5e-6 for step in (1, 2)), losses
 
 
-def train_with(module, config):
-    """Case: a run with a module imported."""
-    import_custom(str(module))
-    return runs.run(config)
-
-
-def test_without_the_import_it_is_reported_what_is_missing(folder, titan, tmp_path, monkeypatch):
+def test_without_the_import_it_is_reported_what_is_missing(titan, tmp_path, monkeypatch):
     monkeypatch.delenv("TITAN_IMPORT", raising=False)
     source = tmp_path / "source"
     source.mkdir()
@@ -339,5 +368,5 @@ def test_without_the_import_it_is_reported_what_is_missing(folder, titan, tmp_pa
     save_file({"model.norm.weight": torch.ones(4)}, source / "model.safetensors")
     code, _, err = titan("convert", "hf-to-dcp", source, tmp_path / "out")
     assert code == 2 and "CohereForCausalLM" in err and "try: titan --import MODULE" in err
-    code, _, err = titan("--import", folder / "nothing.py", "models")
-    assert code == 2 and f"--import {folder / 'nothing.py'}: there is no such file" in err
+    code, _, err = titan("--import", tmp_path / "nothing.py", "models")
+    assert code == 2 and f"--import {tmp_path / 'nothing.py'}: there is no such file" in err

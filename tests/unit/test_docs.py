@@ -46,6 +46,9 @@ README, CONVERSION, TRAINING, INFERENCE, EXTENSION, PROBLEMS = (
 OPTION = r"(?<![\w-])--[a-z][a-z-]+(?![\w.-]*\.)"
 
 
+EXTENSION += (ROOT / "docs" / "extend_reference.md").read_text()
+
+
 def all_commands(path: tuple[str, ...] = (), group: Any = None) -> dict[tuple[str, ...], Any]:
     """Every command with its words behind `titan`."""
     group = group or typer.main.get_command(app)
@@ -197,20 +200,6 @@ def test_the_architecture_page_is_current():
     assert 120 <= len(text.splitlines()) <= 190
     paths = set(re.findall(r"`((?:converters|trainer|titan_tools|tests)/[\w./]+)`", text))
     assert len(paths) > 40 and {path for path in paths if not (ROOT / path).exists()} == set()
-
-
-def test_the_format_of_the_architecture_page_converts(hf, tmp_path, monkeypatch):
-    from converters.api import diff, open_checkpoint
-    from converters.formats.registry import FORMATS
-
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    monkeypatch.setitem(FORMATS, "native", names["NATIVE"])
-    convert(hf, tmp_path / "native", to="native")
-    assert diff(hf, tmp_path / "native").equal
-    with open_checkpoint(tmp_path / "native") as weights:
-        assert weights.naming == "native"
 
 
 def test_scripts_named_in_pages_exist():
@@ -434,7 +423,7 @@ def test_the_site_loads_nothing_from_another_host(site):
 
 def test_code_of_the_site_is_highlighted_and_drawings_are_part_of_the_page(site):
     extend, conversion = (site / name / "index.html" for name in ("extend", "conversion"))
-    assert re.search(r'class="?filename"?>\w+\.py<', extend.read_text()) and 'class="kn"' in extend.read_text()
+    assert re.search(r'class="?filename"?>[\w/]+\.py<', extend.read_text()) and 'class="kn"' in extend.read_text()
     assert "<code><span>--for-mesh</span>" in conversion.read_text()
     for page, drawing in ((conversion, "conversion.svg"), (site / "architecture" / "index.html", "architecture.svg")):
         assert page.read_text().count("<svg role") == 1 and drawing not in page.read_text()

@@ -10,7 +10,7 @@ from converters.common.names import RUN_LOCK
 from converters.store.base import is_present
 from converters.store.location import Place, locate
 from converters.store.output import Locked
-from converters.store.outputs import outputs_at
+from converters.store.outputs import run_outputs_at
 from trainer.checkpoints.step_folders import refuse_foreign
 
 
@@ -22,7 +22,7 @@ def only_run(folder: Place, *, patience_secs: float = 3) -> Iterator[None]:
     """
     refuse_foreign(folder)
     location, owner = locate(folder), f"process {os.getpid()} on {socket.gethostname()}"
-    lock = outputs_at(location).lock(location, RUN_LOCK, owner=owner, patience_secs=patience_secs)
+    lock = run_outputs_at(location).lock(location, RUN_LOCK, owner=owner, patience_secs=patience_secs)
     with ExitStack() as stack:
         try:
             stack.enter_context(lock)

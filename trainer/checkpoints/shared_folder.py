@@ -12,7 +12,7 @@ from converters.common.errors import CheckpointError, list_offenders
 from converters.store.base import is_present, read_bytes
 from converters.store.location import Location, Place, locate
 from converters.store.output import Output
-from converters.store.outputs import outputs_at
+from converters.store.outputs import run_outputs_at
 from trainer.ranks.agree import on_each, on_first
 
 # NFS clients keep attributes of folders for up to a minute, so that they may see a new file as late as that
@@ -26,7 +26,7 @@ def require_shared(folder: Place, group: dist.ProcessGroup) -> None:
     what they write beside it. The folder must exist on rank 0. Nothing is left behind.
     """
     location = locate(folder)
-    outputs, inside = outputs_at(location), location / _TOKEN
+    outputs, inside = run_outputs_at(location), location / _TOKEN
     identifier = on_first(group, lambda: outputs.prepare(inside))
     output = outputs.shared(inside, identifier, marker="")
     try:

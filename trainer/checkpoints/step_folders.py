@@ -18,7 +18,7 @@ from converters.store.base import is_file_at, names_at, open_store
 from converters.store.local_files import is_link
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_sizes
-from converters.store.outputs import outputs_at
+from converters.store.outputs import run_outputs_at
 
 P = TypeVar("P", Path, Location)
 
@@ -55,7 +55,7 @@ def steps_to_load(folder: Place, steps: list[int], wanted: int) -> list[int]:
 def sweep(folder: Place) -> None:
     """Clean up after killed saves and removals: restore a step that was being replaced, delete the rest."""
     location = locate(folder)
-    outputs_at(location).sweep(location)
+    run_outputs_at(location).sweep(location)
 
 
 def steps_aside(folder: Place) -> list[str]:
@@ -118,5 +118,5 @@ def retire(folder: Place, *, keep: int, newest: int, damaged: Collection[int] = 
     before = [step for step in list_steps(folder) if step < newest and step not in damaged]
     removed = [step for step in before if not size_problem(step_folder(location, step))][keep - 1 :]
     for step in reversed(removed):
-        outputs_at(location).remove(step_folder(location, step))
+        run_outputs_at(location).remove(step_folder(location, step))
     return removed

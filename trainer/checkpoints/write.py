@@ -28,7 +28,7 @@ from converters.store.digest import TensorDigest, has_whole_rows
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import TensorSum
 from converters.store.output import Output, write_manifest
-from converters.store.outputs import outputs_at
+from converters.store.outputs import run_outputs_at
 from converters.tokenizers.assets import write_assets
 from converters.views.catalog import Catalog, TensorEntry
 from converters.views.cover import overlap, require_cover
@@ -81,7 +81,7 @@ def write_step(
     # replicated tensors are written once, all by the lowest rank
     planner = planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     location = locate(destination)
-    outputs = outputs_at(location)
+    outputs = run_outputs_at(location)
     identifier = on_first(group, lambda: outputs.prepare(location))
     output = outputs.shared(location, identifier, marker=DCP_METADATA)
     try:

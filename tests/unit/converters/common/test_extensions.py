@@ -18,13 +18,13 @@ from converters.api import (
     register_store,
 )
 from converters.common import extensions
-from converters.common.errors import TitanError
+from converters.common.errors import TitanError, UnsupportedError
 from converters.common.extensions import ExtensionError, check_call
 from converters.containers.safetensors import SAFETENSORS
 from converters.families import registry as families
 from converters.families.llama3 import LLAMA3
 from converters.formats.torch import TORCH
-from converters.store import base
+from converters.store import base, outputs
 from tests.pretend_store import PretendOutputs
 from trainer.api import register_model, register_section
 from trainer.config.sections import Compile
@@ -210,7 +210,7 @@ class Section:
         (register_store, ("mine", takes_nothing), "the opener of mine:// is called with (location): too many"),
         (register_store, ("Mine", takes_one), "'Mine' cannot be the name of a store"),
         (register_store, ("taken", takes_one), "store 'taken' is registered by somebody; choose another name"),
-        (register_outputs, ("mine", WithoutClaim()), "what makes the outputs of mine:// has no require_space and no "),
+        (register_outputs, ("mine", WithoutClaim()), "what makes the outputs of mine:// has no free_bytes and no "),
         (
             register_outputs,
             ("mine", OtherClaim()),
@@ -234,7 +234,7 @@ def test_what_breaks_a_protocol_is_refused_with_what_is_expected(monkeypatch, re
     ("opened", "said"),
     [
         (None, "the opener of mine:// returned None, not a Store and a str"),
-        ((PretendOutputs(), ""), "the store of mine:// has no location and no walk and no size"),
+        ((PretendOutputs(), ""), "the store of mine:// has no location and no "),
     ],
 )
 def test_what_an_opener_returns_is_checked_when_a_location_is_opened(monkeypatch, opened, said):
@@ -242,6 +242,19 @@ def test_what_an_opener_returns_is_checked_when_a_location_is_opened(monkeypatch
     register_store("mine", lambda location: opened)
     with pytest.raises(ExtensionError, match=said):
         base.open_store(Location("mine://bucket"))
+
+
+def test_outputs_are_those_of_a_run_whole_or_not_at_all(monkeypatch):
+    monkeypatch.setattr(outputs, "_OUTPUTS", {})
+    names = ("only_appends", "check", "free_bytes", "bytes_left_behind", "claim")
+    Converts = type("Converts", (), {name: getattr(PretendOutputs, name) for name in names})
+    register_outputs("mine", Converts())
+    with pytest.raises(UnsupportedError, match="only `convert`, `reshard` and `seed` can write to mine://"):
+        outputs.run_outputs_at(Location("mine://bucket/run"))
+    with pytest.raises(ExtensionError, match="has no prepare and no shared"):
+        register_outputs("mine", type("Half", (Converts,), {"sweep": PretendOutputs.sweep})())
+    register_outputs("mine", PretendOutputs())
+    assert outputs.run_outputs_at(Location("mine://bucket/run")).sweep
 
 
 def test_a_package_may_register_its_own_again_and_give_a_family_of_titan_s_more_flavors():
