@@ -60,10 +60,14 @@ READ_BY_SOME = (
     *("training.dataset", "training.dataset_path", "training.dataset_mix", "training.dataset_streams"),
     *("training.special_tokens", "training.seq_len", "training.document_mask", "training.packing"),
     *("training.loss", "training.loss_chunks", "training.dataloader.pin_memory"),
+    *("parallelism.disable_loss_parallel", "compile.components"),
     *("validation.enable", "validation.dataset", "validation.dataset_path", "validation.dataset_mix"),
     *("validation.local_batch_size", "validation.seq_len", "validation.steps", "validation.dataloader.pin_memory"),
 )
-"""Keys of the config that an objective may leave unread; then they may not be set."""
+"""Keys of the config that an objective may leave unread; then they may not be set.
+
+Of compile.components it may leave "loss" unread: the model is compiled, whatever it learns.
+"""
 _DEGREES = {"pp": "pipeline", "cp": "context", "tp": "tensor", "ep": "expert"}
 
 # The keys of the config that a check depends on, and the check: it raises a TitanError, or returns what it could not
@@ -137,8 +141,12 @@ def support_problems(objective: Objective, job: Job) -> list[str]:
         if (degree := getattr(job.dims, axis)) > 1 and axis not in objective.axes
     ]
     settings, defaults = origins(job.config), origins(Config())
-    return problems + [
-        f"{key} = {toml_text(settings[key].value)} is not read by {learned}; nearest: {toml_text(defaults[key].value)}"
-        for key in READ_BY_SOME
-        if key not in objective.reads and settings[key].value != defaults[key].value
-    ]
+    for key in READ_BY_SOME:
+        value, default = settings[key].value, defaults[key].value
+        if key not in objective.reads and value != default:
+            if key == "compile.components":
+                if "loss" not in value:
+                    continue
+                default = ("model",)
+            problems.append(f"{key} = {toml_text(value)} is not read by {learned}; nearest: {toml_text(default)}")
+    return problems

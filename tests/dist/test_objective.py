@@ -182,6 +182,8 @@ def test_its_checkpoint_is_described_by_its_own_numbers(titan, forgotten, one_ra
         (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2 is not supported by what models of"),
         ([f"{PP}=8"], "5 layers cannot be split into 8 pipeline stages"),
         (["--training.seq_len=64"], "training.seq_len = 64 is not read by what models of family towers learn"),
+        (["--parallelism.disable_loss_parallel"], "parallelism.disable_loss_parallel = true is not read by what"),
+        (["--compile.components=loss"], 'compile.components = ["loss"] is not read by what models of family towers'),
         (["--model.converters=quantize.linear.float8"], 'model.converters = ["quantize.linear.float8"] is not read'),
         (["--images.size=7"], "images.size = 7 is odd; nearest: 6 or 8"),
         ([f"{CP}=3"], "context_parallel_degree = 3 does not divide 16 patches"),
