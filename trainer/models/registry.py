@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.common.errors import UnsupportedError, list_offenders
-from converters.common.extensions import check_attributes, check_call, check_name, check_record
+from converters.common.extensions import ExtensionError, check_attributes, check_call, check_name, check_record
 from converters.families.args import ModelArgs, decoder_args
 from converters.families.base import Family
 from converters.families.blocks import GroupedQuery
@@ -116,12 +116,23 @@ def check_modules(model: Any, family: str) -> None:
         check_attributes(layer.attention, ("inner_attention", "head_dim"), f"the attention of layer {number} of {what}")
 
 
+def _check_numbers(model: Any, family: str) -> None:
+    numbers = [unit.number for unit in model.units() if unit.place == "block"]
+    if numbers != [*range(len(numbers))]:
+        raise ExtensionError(
+            f"the blocks in the units() of the model of family {family!r} have the numbers"
+            f" {', '.join(map(str, numbers))}, not 0 to {len(numbers) - 1} in the order of forward",
+            hint="Unit(name, module, number=…) takes the number; selective recomputation chooses blocks by it",
+        )
+
+
 def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:
     """Raise UnsupportedError if a family (a user's own) lists other parameters than its model has.
 
     Parameters that are not trained are buffers of the model; other buffers are not listed.
     """
     check_modules(model, family)
+    _check_numbers(model, family)
     model.tie()  # then a tied output's weight counts once
     untrained = {p.fqn for p in parameters if not p.is_trained}
     built = {(fqn, tuple(parameter.shape), "") for fqn, parameter in model.named_parameters()}

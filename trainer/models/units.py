@@ -17,7 +17,7 @@ class Unit(NamedTuple):
     name: str  # FQN
     module: nn.Module
     place: Literal["first", "block", "last"] = "block"
-    number: int = 0  # of a block, in the whole model
+    number: int = 0  # of a block among those of the whole model; a pipeline stage has some of them
 
 
 class ModelPart(nn.Module):

@@ -342,6 +342,19 @@ def test_a_model_that_lacks_a_module(path, said):
         check_parameters(model, LLAMA3.parameters(TINY), family="llama3")
 
 
+def test_a_model_whose_blocks_have_no_numbers_of_their_own():
+    class Other(Transformer):
+        def units(self):
+            return [unit._replace(number=0) for unit in super().units()]
+
+    with torch.device("meta"):
+        model = Other(TINY)
+    with pytest.raises(
+        ExtensionError, match=re.escape("have the numbers 0, 0, 0, 0, not 0 to 3 in the order of forward")
+    ):
+        check_parameters(model, LLAMA3.parameters(TINY), family="llama3")
+
+
 def test_a_model_with_another_forward():
     class Other(Transformer):
         def forward(self, x):
