@@ -13,7 +13,7 @@ class Batch(Protocol):
 
     @property
     def num_units(self) -> int:
-        """Number of units of progress in these samples, which the loss is divided by: tokens with a target, images."""
+        """Number of units of progress in these samples, which the loss is divided by."""
         ...
 
     def split(self, size: int) -> Sequence["Batch"]:

@@ -104,6 +104,9 @@ class Objective:
     """Raises DataError if a loader's saved state is not of this run's data, as far as that is quick. Torch-free."""
     notes: Callable[[Job, Mapping[str, Path]], list[str]] = lambda job, assets: []
     """Lines about the run for its beginning; `assets` are the model's tokenizer files. Torch-free."""
+    settings: Callable[[Job, Mapping[str, Path]], Mapping[str, Any]] = lambda job, assets: {}
+    """Plain values besides the config's that change what is learned, by name: checkpoints record them, and a resumed
+    run prints those that differ. `assets` as for `notes`. Torch-free."""
     units_per_sample: Callable[[Job], int] = lambda job: 1
     """Units of a sample, those that are not counted included, for speed."""
     flops_per_unit: Callable[[Job], int | None] = lambda job: None

@@ -113,8 +113,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     settings, dump_folder = job.config.checkpoint, Path(job.config.job.dump_folder)
     config_job, info, initial = job, chosen_model(job), initial_path(settings, job.config.model)
     checkpoints = stack.enter_context(Checkpoints(checkpoint_folder(job.config), settings, info, group=ranks.agreement))
-    seq_len = job.config.training.seq_len
-    if recorded := checkpoints.recorded(checkpoints.candidates(initial), seq_len=seq_len):
+    objective = get_objective(job.family.name)
+    per_sample = objective.units_per_sample(job)
+    if recorded := checkpoints.recorded(checkpoints.candidates(initial), units_per_sample=per_sample):
         job = resumed_job(config_job, recorded)
     config, training = job.config, job.config.training
 
@@ -133,7 +134,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
     with phase("opening the data"):
-        data = get_objective(job.family.name).open_data(job, meshes, ranks.agreement)
+        data = objective.open_data(job, meshes, ranks.agreement)
     validator = Validator(model, data.held_out) if config.validation.enable else None
     train_step = TrainStep(
         model,
@@ -153,7 +154,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         recorded
         and loaded
         and loaded != recorded.path
-        and (recorded := checkpoints.recorded([loaded], seq_len=seq_len))
+        and (recorded := checkpoints.recorded([loaded], units_per_sample=per_sample))
     ):
         refuse_other_job(resumed_job(config_job, recorded), job, loaded)  # the step that was looked at is damaged
     run_settings = on_first(ranks.agreement, lambda: settings_of(job, info))

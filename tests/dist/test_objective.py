@@ -12,11 +12,13 @@ import torch
 
 from converters.common.errors import UnsupportedError
 from converters.model.model_info import ModelInfo
+from converters.store.location import locate
 from tests.dist import runs
 from tests.state_bytes import state_bytes, traced_state_bytes
 from titan_tools.infer.model.load import load_model
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import gpu_kernels
+from trainer.checkpoints.recorded import read_recorded
 from trainer.config import sections
 from trainer.config.custom_import import import_custom
 from trainer.config.load import load_config
@@ -155,6 +157,10 @@ def test_a_resumed_run_is_bit_equal(pools, forgotten, toml, tmp_path, words):
 
 def test_its_checkpoint_is_described_by_its_own_numbers(titan, forgotten, one_rank, tmp_path):
     step = one_rank / "checkpoint" / "step-4"
+    recorded = read_recorded(locate(str(step)), units_per_sample=1).settings
+    assert recorded["training.steps"] == 4 and recorded["validation.steps"] == 2
+    text_settings = {"training.seq_len", "training.dataset", "training.dataset_streams", "training.document_mask"}
+    assert not recorded.keys() & {*text_settings, "tokenizer"}
     numbers = {"dim": 32, "num_image_blocks": 3, "num_condition_blocks": 2, "num_heads": 4, "hidden": 64}
     with_towers = ("--import", str(TOWERS))
     _, out, _ = titan(*with_towers, "models", "--json")

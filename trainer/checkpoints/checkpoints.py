@@ -114,10 +114,12 @@ class Checkpoints:
 
         return on_first(self._group, find)
 
-    def recorded(self, paths: Iterable[Location], *, seq_len: int) -> Recorded | None:
-        """The record of the first of these checkpoints whose small files can be read. `seq_len`: that of the config."""
+    def recorded(self, paths: Iterable[Location], *, units_per_sample: int) -> Recorded | None:
+        """The record of the first of these checkpoints whose small files can be read; `units_per_sample` now."""
         excluded = self._settings.exclude_from_loading
-        return on_first(self._group, lambda: first_recorded(paths, excluded=excluded, seq_len=seq_len))
+        return on_first(
+            self._group, lambda: first_recorded(paths, excluded=excluded, units_per_sample=units_per_sample)
+        )
 
     def _look(self) -> list[int]:
         """The run's steps, the newest first, after cleaning up what killed saves have left. For one process."""

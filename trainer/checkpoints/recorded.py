@@ -35,19 +35,19 @@ class Recorded:
     left_batch: int | None = None
 
 
-def first_recorded(paths: Iterable[Location], *, excluded: Collection[str], seq_len: int) -> Recorded | None:
+def first_recorded(paths: Iterable[Location], *, excluded: Collection[str], units_per_sample: int) -> Recorded | None:
     """The record of the first checkpoint that is whole, as far as its small files say; None if there is none.
 
     Loading finds what else is wrong, and says why a checkpoint is not used.
     """
     for path in paths:
         with suppress(CheckpointError):
-            return read_recorded(path, excluded=excluded, seq_len=seq_len)
+            return read_recorded(path, excluded=excluded, units_per_sample=units_per_sample)
     return None
 
 
-def read_recorded(path: Location, *, excluded: Collection[str] = (), seq_len: int) -> Recorded:
-    """The record of a checkpoint. `seq_len`: that of the config, for streamed data.
+def read_recorded(path: Location, *, excluded: Collection[str] = (), units_per_sample: int) -> Recorded:
+    """The record of a checkpoint. `units_per_sample`: that of the config, for streamed data.
 
     Without the progress of the run (`excluded`), a new one begins, of which only the optimizer's settings count.
     """
@@ -69,14 +69,15 @@ def read_recorded(path: Location, *, excluded: Collection[str] = (), seq_len: in
             left_batch = None
             with suppress(CheckpointError):  # it is not loaded, and may be what is damaged
                 is_recorded = isinstance(text, str)
-                left_batch = _parsed(path, text).get(BATCH) if is_recorded else _batch(value, fingerprint, seq_len)
+                implied_batch = None if is_recorded else _batch(value, fingerprint, units_per_sample)
+                left_batch = _parsed(path, text).get(BATCH) if is_recorded else implied_batch
             return Recorded(path, implied, is_partial=False, left_batch=left_batch)
         if isinstance(text, str):
             settings = _parsed(path, text)
             return Recorded(path, settings if has_data else _without_data(settings), is_partial=False)
         if isinstance(fingerprint, str) and fingerprint.endswith(STREAMS):
             implied[NUM_STREAMS] = int(fingerprint.removesuffix(STREAMS).rpartition("/")[2])
-        if batch := _batch(value, fingerprint, seq_len):
+        if batch := _batch(value, fingerprint, units_per_sample):
             implied[BATCH] = batch
         return Recorded(path, implied if has_data else _without_data(implied), is_partial=True)
 
@@ -129,18 +130,18 @@ _OF_GROUP = {  # torch's names of a group's settings
 }
 
 
-def _batch(value: Any, fingerprint: Any, seq_len: int) -> int | None:
-    """Samples of a step, if the samples and the steps of the run are known and agree with its tokens; else None.
+def _batch(value: Any, fingerprint: Any, units_per_sample: int) -> int | None:
+    """Samples of a step, if the samples and the steps of the run are known and agree with its units; else None.
 
     They do not if the data was started again, or the batch was another one before.
     """
-    step, num_tokens = value(f"{TRAIN_STATE}.step"), value(f"{TRAIN_STATE}.ntokens_seen")
+    step, num_units = value(f"{TRAIN_STATE}.step"), value(f"{TRAIN_STATE}.ntokens_seen")
     positions = value(f"{DATALOADER}.positions")
     consumed = value(f"{DATALOADER}.consumed_samples")
     if isinstance(positions, list | tuple):
         consumed = sum(position[-1] for position in positions)
     elif isinstance(fingerprint, str) and (end := fingerprint.rpartition("/")[2]).isdecimal():
-        seq_len = int(end)
-    if not (step and consumed and num_tokens) or consumed % step or num_tokens > consumed * seq_len:
+        units_per_sample = int(end)
+    if not (step and consumed and num_units) or consumed % step or num_units > consumed * units_per_sample:
         return None
     return int(consumed // step)

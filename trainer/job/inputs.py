@@ -200,12 +200,13 @@ def _check_start(job: Job, inputs: _Inputs) -> tuple[Job, Location | None]:
                 catalog = open_checkpoint(initial, select=select)
                 refuse_not_resumable(catalog, info=wanted, excluded=excluded)
                 whole = [initial]
+    objective = get_objective(job.family.name)
     if whole and DATALOADER not in excluded:
         position: dict[str, Any] = {}
         with suppress(CheckpointError):  # a damaged file: loading takes the step before
             position = read_data_position(whole[0])
         if position:
-            get_objective(job.family.name).check_position(job, position)
-    if recorded := first_recorded(whole, excluded=excluded, seq_len=config.training.seq_len):
+            objective.check_position(job, position)
+    if recorded := first_recorded(whole, excluded=excluded, units_per_sample=objective.units_per_sample(job)):
         job = resumed_job(job, recorded, say=lambda line: None)
     return job, whole[0] if whole else None

@@ -13,16 +13,15 @@ from converters.common.errors import CheckpointError, ConfigError
 from converters.common.names import OPTIMIZER
 from converters.model.model_info import ModelInfo
 from converters.store.location import Location
-from converters.tokenizers.reader import READER_VERSION, implied_class
 from trainer.checkpoints.recorded import BATCH, NUM_STREAMS, OPTIMIZER_KIND, Recorded
 from trainer.config.load import origins
 from trainer.config.sections import Config, Training
 from trainer.config.show import toml_text
-from trainer.data.index import digest_of
 from trainer.data.kinds import C4, divisors, streams_of
 from trainer.data.position import RESTART_DATA
 from trainer.job.record import Job, multiples_near
-from trainer.next_token.numbers import documents_of
+from trainer.models.objectives import get_objective
+from trainer.objective import READ_BY_SOME
 from trainer.observability.log import note
 from trainer.parallel.float8 import is_float8
 
@@ -48,29 +47,25 @@ _NO_SETTINGS = (  # sections and keys that change no number beyond rounding
 def settings_of(job: Job, info: ModelInfo) -> dict[str, Any]:
     """The settings of a run that its checkpoints record, by config key, with what unset ones stand for; plain values.
 
-    Reads the tokenizer's files.
+    Reads the tokenizer's files if the objective reads text.
     """
-    config, training = job.config, job.config.training
-    settings = {key: setting.value for key, setting in origins(config).items() if not key.startswith(_NO_SETTINGS)}
+    config, training, objective = job.config, job.config.training, get_objective(job.family.name)
+    unread = {*READ_BY_SOME} - {*objective.reads}
+    settings = {
+        key: setting.value
+        for key, setting in origins(config).items()
+        if not key.startswith(_NO_SETTINGS) and key not in unread
+    }
     settings |= {
         BATCH: job.samples_per_step,
-        NUM_STREAMS: streams_of(training, job.dims.batch),
-        "training.document_mask": documents_of(job).mask,
         "lr_scheduler.total_steps": config.lr_scheduler.total_steps or training.steps,
         "optimizer.state_dtype": config.optimizer.state_dtype or training.dtype,
         "debug.seed": job.seed,
-        "tokenizer": _tokenizer(training, info),
+        **objective.settings(job, info.assets),
     }
     unused = _unused(config)
     used = {key: value for key, value in settings.items() if not key.startswith(unused)}
     return dict(json.loads(as_text(used)))  # as it is read again: lists for tuples
-
-
-def _tokenizer(training: Training, info: ModelInfo) -> str:
-    parts = [f"{name} {digest_of(path)[:8]}" for name, path in sorted(info.assets.items())]
-    if parts and training.dataset == C4:  # of an index the ids themselves are compared
-        parts += [f"read as {implied_class(info.assets) or 'it is'} by version {READER_VERSION} of titan's reader"]
-    return ", ".join(parts) or "none"
 
 
 def as_text(settings: Mapping[str, Any]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.tokenizers.notes import tokenizer_notes
-from converters.tokenizers.reader import vocabulary_file
+from converters.tokenizers.reader import READER_VERSION, implied_class, vocabulary_file
 from converters.tokenizers.tokenizer import document_ends
+from trainer.data.index import digest_of
+from trainer.data.kinds import C4, streams_of
 from trainer.job.chosen_model import NO_TOKENIZER
 from trainer.job.record import Job
 from trainer.next_token.inputs import check_position, input_checks
@@ -33,6 +35,18 @@ def _notes(job: Job, assets: Mapping[str, Path]) -> list[str]:
     if (documents := documents_of(job)).mask != "none":
         notes.append(f"attention stays within documents; mask: {documents.mask}, packing: {documents.packing}")
     return notes
+
+
+def _settings(job: Job, assets: Mapping[str, Path]) -> dict[str, Any]:
+    training = job.config.training
+    tokenizer = [f"{name} {digest_of(path)[:8]}" for name, path in sorted(assets.items())]
+    if tokenizer and training.dataset == C4:  # of an index the ids themselves are compared
+        tokenizer += [f"read as {implied_class(assets) or 'it is'} by version {READER_VERSION} of titan's reader"]
+    return {
+        "training.document_mask": documents_of(job).mask,
+        "training.dataset_streams": streams_of(training, job.dims.batch),
+        "tokenizer": ", ".join(tokenizer) or "none",
+    }
 
 
 def _flops_per_token(job: Job) -> int:
@@ -92,6 +106,7 @@ NEXT_TOKEN = Objective(
     input_checks=input_checks,
     check_position=check_position,
     notes=_notes,
+    settings=_settings,
     units_per_sample=lambda job: job.config.training.seq_len,
     flops_per_unit=_flops_per_token,
     prepare=_prepare,

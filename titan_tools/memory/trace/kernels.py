@@ -27,10 +27,9 @@ import trainer.parallel.expert_exchange
 from converters.common.sizes import MIB
 from trainer.job.record import Job
 from trainer.models.attention import first_features, to_one_width
-from trainer.next_token.numbers import documents_of
 from trainer.parallel.context import attend_with_cudnn, cudnn_may_give_nan
 from trainer.parallel.document_attention import PerDocumentAttention
-from trainer.parallel.document_mask import attention_kernel, needs_masks
+from trainer.parallel.document_mask import attention_kernel
 from trainer.ranks.gpus import HOPPER, WORKSTATION_BLACKWELL, Gpu
 from trainer.ranks.mesh import local_part
 
@@ -88,9 +87,7 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
 
 
 def with_attention_of(kernels: Kernels, job: Job) -> Kernels:
-    """The kernels, with those of attention with masks if the job needs them."""
-    if documents_of(job).mask == "none" and not needs_masks(job.family, job.args):
-        return kernels
+    """The kernels, with those of attention with masks, which a model without them does not use."""
     return with_document_attention(kernels, attention_kernel(job.config, job.family))
 
 

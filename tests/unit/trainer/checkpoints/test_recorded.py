@@ -39,19 +39,19 @@ def test_what_is_recorded_counts(tmp_path):
     settings = {"training.global_batch_size": 8, "training.dataset_streams": 64, "optimizer.name": "Adam"}
     state = {"step": 5, "settings": json.dumps(settings)}
     path = save(tmp_path / "a", train_state=state, dataloader=index(10))
-    found = read_recorded(path, seq_len=64)
+    found = read_recorded(path, units_per_sample=64)
     assert (found.settings, found.is_partial) == (settings, False)
-    anew = read_recorded(path, excluded=("dataloader",), seq_len=64)
+    anew = read_recorded(path, excluded=("dataloader",), units_per_sample=64)
     assert anew.settings == {key: value for key, value in settings.items() if key != "training.dataset_streams"}
-    new_run = read_recorded(path, excluded=("train_state",), seq_len=64)
+    new_run = read_recorded(path, excluded=("train_state",), units_per_sample=64)
     assert (new_run.settings, new_run.left_batch) == (OF_GROUP, 8)  # its batch is free
 
 
 def test_progress_that_is_not_loaded_may_be_damaged(tmp_path):
     path = save(tmp_path / "a", train_state={"step": 5, "settings": "{"}, dataloader=index(10))
-    assert read_recorded(path, excluded=("train_state",), seq_len=64).left_batch is None
+    assert read_recorded(path, excluded=("train_state",), units_per_sample=64).left_batch is None
     with pytest.raises(CheckpointError, match="settings is damaged"):
-        read_recorded(path, seq_len=64)
+        read_recorded(path, units_per_sample=64)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_progress_that_is_not_loaded_may_be_damaged(tmp_path):
     ],
 )
 def test_an_earlier_checkpoints_batch_follows_from_its_samples(tmp_path, train_state, consumed, batch):
-    found = read_recorded(save(tmp_path / "a", train_state=train_state, dataloader=index(consumed)), seq_len=7)
+    found = read_recorded(save(tmp_path / "a", train_state=train_state, dataloader=index(consumed)), units_per_sample=7)
     assert found.is_partial
-    left = read_recorded(tmp_path / "a", excluded=("train_state",), seq_len=7)
+    left = read_recorded(tmp_path / "a", excluded=("train_state",), units_per_sample=7)
     assert left.left_batch == batch
     assert found.settings == OF_GROUP | ({} if batch is None else {"training.global_batch_size": batch})
 
@@ -78,15 +78,15 @@ def test_an_earlier_checkpoints_streams_are_those_of_its_position(tmp_path):
     loader = {"fingerprint": "abc/2 streams", "positions": positions, "seed": 0, "version": 1}
     path = save(tmp_path / "a", train_state={"step": 10, "ntokens_seen": 80 * 64}, dataloader=loader)
     of_data = {"training.global_batch_size": 8, "training.dataset_streams": 2}
-    assert read_recorded(path, seq_len=64).settings == OF_GROUP | of_data
+    assert read_recorded(path, units_per_sample=64).settings == OF_GROUP | of_data
 
 
 def test_torchtitans_adam_is_told_from_adamw(tmp_path):
     path = save(tmp_path / "a", train_state={"step": 1}, group=GROUP | {"decoupled_weight_decay": False})
-    assert read_recorded(path, seq_len=64).settings["optimizer.name"] == "Adam"
+    assert read_recorded(path, units_per_sample=64).settings["optimizer.name"] == "Adam"
     older = {key: value for key, value in GROUP.items() if key != "decoupled_weight_decay"}
     path = save(tmp_path / "b", train_state={"step": 1}, group=older)
-    assert "optimizer.name" not in read_recorded(path, seq_len=64).settings
+    assert "optimizer.name" not in read_recorded(path, units_per_sample=64).settings
 
 
 def test_checkpoints_that_cannot_be_read_are_passed_over(tmp_path):
@@ -94,6 +94,6 @@ def test_checkpoints_that_cannot_be_read_are_passed_over(tmp_path):
     good = save(tmp_path / "good", train_state={"step": 8})
     (tmp_path / "nothing").mkdir()
     paths = [tmp_path / "nothing", damaged, good]
-    found = first_recorded(paths, excluded=(), seq_len=64)
+    found = first_recorded(paths, excluded=(), units_per_sample=64)
     assert found and found.path == good
-    assert first_recorded(paths[:2], excluded=(), seq_len=64) is None
+    assert first_recorded(paths[:2], excluded=(), units_per_sample=64) is None

@@ -113,7 +113,7 @@ def test_another_reader_of_the_tokenizer_is_a_line_where_ids_are_not_kept(
     was = Recorded(STEP, settings_of(job, info), is_partial=False)
     say_changes(was, settings_of(job, info))
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("trainer.job.resume.READER_VERSION", 99)
+    monkeypatch.setattr("trainer.next_token.objective.READER_VERSION", 99)
     say_changes(was, settings_of(job, info))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == num_lines and all("tokenizer = " in line and "version 99" in line for line in lines)
