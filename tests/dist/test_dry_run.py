@@ -133,17 +133,19 @@ def test_collectives_are_those_of_real_ranks(pools, words):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("num_ranks", "words"),
     [
-        degrees(fsdp=2, tp=2),
-        pytest.param(degrees(fsdp=2, pp=2), marks=pytest.mark.slow),
-        pytest.param(degrees(tp=2, cp=2), marks=pytest.mark.slow),
+        (2, degrees(tp=2)),
+        *(
+            pytest.param(4, degrees(**axes), marks=pytest.mark.slow)
+            for axes in ({"fsdp": 2, "tp": 2}, {"fsdp": 2, "pp": 2}, {"tp": 2, "cp": 2})
+        ),
     ],
 )
-def test_parameters_of_all_ranks_are_the_models(words):
+def test_parameters_of_all_ranks_are_the_models(num_ranks, words):
     config, args = config_of(words)
-    job = resolve_job(config, 4)
-    dims, ranks = job.dims, [dry_run(job, rank=rank) for rank in range(4)]
+    job = resolve_job(config, num_ranks)
+    dims, ranks = job.dims, [dry_run(job, rank=rank) for rank in range(num_ranks)]
     norms = sum(p.shape[0] for p in get_family("llama3").parameters(args) if p.tp_dim is None)
     copies = (dims.tp - 1) * norms  # norms are on every tensor-parallel rank
     assert sum(found.rank_parameters for found in ranks) == ranks[0].model_parameters + copies
