@@ -158,7 +158,7 @@ def test_a_resumed_run_is_bit_equal(pools, forgotten, toml, tmp_path, words):
 def test_its_checkpoint_is_described_by_its_own_numbers(titan, forgotten, one_rank, tmp_path):
     step = one_rank / "checkpoint" / "step-4"
     recorded = read_recorded(locate(str(step)), units_per_sample=1).settings
-    assert recorded["training.steps"] == 4 and recorded["validation.steps"] == 2
+    assert recorded["training.steps"] == 4 and recorded["validation.steps"] == 4
     text_settings = {"training.seq_len", "training.dataset", "training.dataset_streams", "training.document_mask"}
     assert not recorded.keys() & {*text_settings, "tokenizer"}
     numbers = {"dim": 32, "num_image_blocks": 3, "num_condition_blocks": 2, "num_heads": 4, "hidden": 64}
