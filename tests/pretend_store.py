@@ -58,6 +58,16 @@ class Objects:
         created, deleted = (self._count_list(folder, prefix) for folder in (self._created, self._deleted))
         return (keys - created) | deleted
 
+    def present(self, prefix: str) -> set[str]:
+        """The keys of all objects, which no list need show."""
+        return self._below(self._root, prefix)
+
+    def catch_up(self, prefix: str) -> None:
+        """From now on lists show all that has changed."""
+        for folder in (self._created, self._deleted):
+            for key in self._below(folder, prefix):
+                self._hide(folder, key, 0)
+
     def _below(self, folder: Path, prefix: str) -> set[str]:
         return {key for key in map(unquote, os.listdir(folder)) if key.startswith(prefix)}
 

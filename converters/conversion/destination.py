@@ -1,7 +1,6 @@
 """The destination of an output: a folder, or one file. Both are checked first, and appear complete or not at all."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from converters.common.errors import CheckpointError, TitanError
 from converters.containers import torch_file
@@ -13,9 +12,8 @@ from converters.conversion.remarks import describe_left_files, describe_lone_fil
 from converters.families.args import DecoderArgs
 from converters.formats.base import Format
 from converters.model.model_info import ModelInfo
-from converters.store.base import open_store
-from converters.store.folder import FolderStore
-from converters.store.local_files import exists, is_file, is_link
+from converters.store.base import Store, is_present, open_store
+from converters.store.local_files import is_link
 from converters.store.location import Location, Place, locate
 from converters.tokenizers.assets import tokenizer_remark
 from converters.views.catalog import Catalog
@@ -55,22 +53,24 @@ class FileDestination:
     def check(self, src: Place, *, overwrite: bool) -> None:
         """Raise CheckpointError if the file may not be written; only a torch file of weights is replaced."""
         location, source = self.location, locate(src).resolved()
-        if location.scheme or not exists(dst := location.path) or is_link(dst) or source == location.resolved():
+        is_a_link = not location.scheme and is_link(location.path)
+        if is_a_link or not is_present(location) or source == location.resolved():
             check_places(src, location, overwrite=overwrite)
             return
         if location.resolved().is_inside(source) and not open_store(source)[1]:
-            raise CheckpointError(f"{dst} is a part of the source", hint="write to a file outside of the source")
-        if not is_file(dst):
+            raise CheckpointError(f"{location} is a part of the source", hint="write to a file outside of the source")
+        store, file = open_store(location)
+        if not file:
             raise CheckpointError(
-                f"{dst}: exists and is not a file", hint="a DST with this suffix is the file to write"
+                f"{location}: exists and is not a file", hint="a DST with this suffix is the file to write"
             )
-        if problem := _not_weights(dst):
+        if problem := _not_weights(store, file):
             raise CheckpointError(
-                f"{dst}: exists already and is {problem}; it is not replaced",
+                f"{location}: exists already and is {problem}; it is not replaced",
                 hint="give a new name, or remove this one yourself",
             )
         if not overwrite:
-            raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
+            raise CheckpointError(f"{location}: exists already", hint="nothing was written", tries=["--overwrite"])
 
     def remarks(self, catalog: Catalog, info: ModelInfo) -> list[str]:
         """What one file cannot hold."""
@@ -101,11 +101,11 @@ def destination_of(dst: Place, format: Format) -> Destination:
     return FolderDestination(location, format)
 
 
-def _not_weights(path: Path) -> str:
+def _not_weights(store: Store, file: str) -> str:
     """The kind of a file that is not a torch file of weights; "" if it is one."""
     try:
-        torch_file.read_catalog(store := FolderStore(path.parent), path.name)
+        torch_file.read_catalog(store, file)
     except TitanError as error:
-        is_torch = is_zip(first_bytes(store, path.name))
+        is_torch = is_zip(first_bytes(store, file))
         return f"a torch file without weights ({error.message})" if is_torch else "no torch file"
     return ""

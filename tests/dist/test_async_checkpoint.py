@@ -9,8 +9,14 @@ import pytest
 from converters.common.names import RUN_LOCK
 from converters.store.manifest import check_files
 from tests.dist import runs
+from tests.uploaded import SLOW_STORES, runs_in_store
 
 FSDP2 = runs.FSDP2
+
+
+@pytest.fixture(autouse=True, params=SLOW_STORES)
+def store(request, monkeypatch):
+    runs_in_store(request, monkeypatch)
 
 
 def _config(data, dump, mode, *, steps=4, interval=2, **checkpoint):

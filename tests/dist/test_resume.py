@@ -14,6 +14,7 @@ from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.store.digest import TensorDigest
 from converters.store.manifest import check_files, read_manifest
 from tests.dist import runs
+from tests.uploaded import SLOW_STORES, runs_in_store
 from trainer.job.job import resolve_job
 from trainer.seed import seed
 
@@ -31,6 +32,11 @@ SAME = [
         for case in (("debug_tied", "v2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2"))
     ),
 ]
+
+
+@pytest.fixture(autouse=True, params=SLOW_STORES)
+def store(request, monkeypatch):
+    runs_in_store(request, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,13 @@ from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.models.names import interleaved, native_name
 from tests.unit.converters.samples import assert_same
+from tests.uploaded import STORES, in_store
+
+
+@pytest.fixture(autouse=True, params=STORES)
+def store(request, monkeypatch):
+    in_store(request, monkeypatch, writes=["convert"])
+
 
 HEADS, KV_HEADS = 4, 2
 

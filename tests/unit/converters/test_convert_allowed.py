@@ -22,6 +22,13 @@ from converters.store.manifest import read_manifest
 from converters.verify import verify
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
+from tests.uploaded import STORES, in_store
+
+
+@pytest.fixture(autouse=True, params=STORES)
+def store(request, monkeypatch):
+    in_store(request, monkeypatch, writes=["convert"])
+
 
 GONE = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight")
 GONE_NATIVE = {"layers.0.feed_forward.w3.weight", "layers.1.attention.wk.weight", "output.weight"}

@@ -14,6 +14,12 @@ from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
 from tests.unit.converters.samples import assert_same
+from tests.uploaded import STORES, in_store
+
+
+@pytest.fixture(autouse=True, params=STORES)
+def store(request, monkeypatch):
+    in_store(request, monkeypatch, writes=["convert"])
 
 
 @pytest.fixture(scope="module")

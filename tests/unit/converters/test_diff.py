@@ -15,14 +15,14 @@ from converters.layout.mesh_shape import MeshShape
 from converters.model.model_info import read_model_info, write_model_info
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
-from tests.uploaded import STORES, read_from
+from tests.uploaded import STORES, in_store
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(autouse=True, params=STORES)
 def store(request, monkeypatch):
-    read_from(request, monkeypatch, ["diff"])
+    in_store(request, monkeypatch, reads=["diff"])
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,12 @@ from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout.mesh_shape import MeshShape
 from tests.doors import convert
 from tests.models.llama import write as write_llama
-from tests.uploaded import STORES, read_from
+from tests.uploaded import STORES, in_store
 
 
 @pytest.fixture(autouse=True, params=STORES)
 def store(request, monkeypatch):
-    others = {"test_what_is_no_checkpoint": "a store has no empty folders"}
-    read_from(request, monkeypatch, ["inspect_checkpoint"], others=others)
+    in_store(request, monkeypatch, reads=["inspect_checkpoint"])
 
 
 @pytest.fixture(scope="module")

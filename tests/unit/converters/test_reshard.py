@@ -19,6 +19,13 @@ from converters.source.open import open_checkpoint
 from converters.verify import verify
 from tests.doors import convert, reshard
 from tests.models.llama import write as write_llama
+from tests.uploaded import STORES, in_store
+
+
+@pytest.fixture(autouse=True, params=STORES)
+def store(request, monkeypatch):
+    in_store(request, monkeypatch, writes=["reshard"])
+
 
 ARGS = DecoderArgs(dim=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
 SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}

@@ -21,13 +21,12 @@ from converters.store.output import write_manifest
 from converters.verify import verify
 from tests.doors import convert
 from tests.models.llama import write as write_llama
-from tests.uploaded import STORES, read_from
+from tests.uploaded import STORES, in_store
 
 
 @pytest.fixture(autouse=True, params=STORES)
 def store(request, monkeypatch):
-    others = {"test_any_flipped_bit_is_found": "hundreds of uploads"}
-    read_from(request, monkeypatch, ["verify", "open_checkpoint"], others=others)
+    in_store(request, monkeypatch, reads=["verify", "open_checkpoint"])
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.manifest import check_files, read_manifest
 from converters.verify import verify
+from tests.uploaded import STORES, in_store
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
 from trainer.job.job import resolve_job
@@ -29,6 +30,11 @@ from trainer.seed import job_of_seed, seed
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64), debug=Debug(seed=3))
+
+
+@pytest.fixture(autouse=True, params=STORES)
+def store(request, monkeypatch):
+    in_store(request, monkeypatch, reads=["diff", "open_checkpoint", "open_native", "verify"], writes=["seed"])
 
 
 def _cut(**degrees):
@@ -50,14 +56,13 @@ def test_stock_dcp_reads_the_first_weights(tmp_path):
     assert check_files(tmp_path / "seed") == []
 
 
-@pytest.mark.parametrize("store", ["folder", "pretend"], indirect=True)
-def test_each_rank_of_the_mesh_finds_its_boxes_as_whole_chunks(place):
+def test_each_rank_of_the_mesh_finds_its_boxes_as_whole_chunks(tmp_path):
     seed(
         resolve_job(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2)),
-        place / "seed",
+        tmp_path / "seed",
     )
-    catalog, mesh = open_checkpoint(place / "seed"), MeshShape(pp=2, dp_shard=2, tp=2)
-    assert verify(place / "seed").ok
+    catalog, mesh = open_checkpoint(tmp_path / "seed"), MeshShape(pp=2, dp_shard=2, tp=2)
+    assert verify(tmp_path / "seed").ok
     assert sorted({c.file for t in catalog.tensors.values() for c in t.chunks}) == [f"__{r}_0.distcp" for r in range(8)]
     for parameter in LLAMA3.parameters(FLAVORS["debug_gqa"]):
         boxes = {chunk.box for chunk in catalog.tensors[parameter.fqn].chunks}

@@ -77,6 +77,12 @@ def test_a_single_file_is_one_object(llama, place, puts):
     assert len(open_checkpoint(place / "model.pt").tensors) == len(open_checkpoint(llama).tensors)
     with pytest.raises(CheckpointError, match="exists already"):
         convert(llama, place / "model.pt", to="torch")
+    pretend_store.Objects().put_bytes("bucket/runs/notes.pt", b"precious")
+    with pytest.raises(CheckpointError, match="is no torch file; it is not replaced"):
+        convert(llama, place / "notes.pt", to="torch", overwrite=True)
+    pretend_store.Objects().put_bytes("bucket/runs/folder.pt/a", b"")
+    with pytest.raises(CheckpointError, match="exists and is not a file"):
+        convert(llama, place / "folder.pt", to="torch", overwrite=True)
 
 
 def test_reshard_verify_and_flipped_bits(llama, place, tmp_path):
