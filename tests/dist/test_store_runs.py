@@ -100,5 +100,5 @@ def test_a_rank_that_is_killed_before_the_commit_leaves_no_whole_step(begin, who
 
 def test_a_folder_of_other_files_is_no_place_for_a_run(begin):
     pretend_store.Objects().put_bytes("bucket/run/checkpoint/notes.txt", b"")
-    pretend_store.Objects()._hide(pretend_store.Objects()._created, "bucket/run/checkpoint/notes.txt", 0)
+    pretend_store.Objects().catch_up("bucket/run/checkpoint/notes.txt")
     assert all("holds no checkpoint of a run, but other files:\n  notes.txt" in error for error in begin())

@@ -42,6 +42,12 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def lagging(place, monkeypatch):
+    """No list shows what was created or deleted."""
+    monkeypatch.setenv(pretend_store.LAG, str(pretend_store.FOREVER))
+
+
 @pytest.fixture
 def puts(monkeypatch):
     """The keys of objects, but for the index, in the order in which they appear."""
@@ -81,6 +87,7 @@ def test_a_single_file_is_one_object(llama, place, puts):
     with pytest.raises(CheckpointError, match="is no torch file; it is not replaced"):
         convert(llama, place / "notes.pt", to="torch", overwrite=True)
     pretend_store.Objects().put_bytes("bucket/runs/folder.pt/a", b"")
+    pretend_store.Objects().catch_up("bucket/runs/folder.pt")
     with pytest.raises(CheckpointError, match="exists and is not a file"):
         convert(llama, place / "folder.pt", to="torch", overwrite=True)
 

@@ -146,12 +146,16 @@ def test_a_replaced_object_is_another_source(llama, tmp_path):
 def test_a_list_that_lags_hides_no_file_of_a_whole_checkpoint(llama, tmp_path, monkeypatch):
     convert(llama, tmp_path / "dcp", to="dcp", options=OutputOptions(shard_bytes=40_000))
     monkeypatch.setenv(LAG, "1000")
-    location = upload(tmp_path / "dcp")
-    assert len(open_checkpoint(location).tensor_files) > 2 and verify(location).ok
+    location = upload(tmp_path / "dcp", is_listed=False)
+    assert (
+        not Objects().listed(key_of(location))
+        and len(open_checkpoint(location).tensor_files) > 2
+        and verify(location).ok
+    )
     other = shutil.copytree(tmp_path / "dcp", tmp_path / "other")
     (other / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="no such object"):
-        open_checkpoint(upload(other))
+        open_checkpoint(upload(other, is_listed=False))
 
 
 def test_commands_take_a_uri_as_it_was_typed(llama, titan, tmp_path):
