@@ -12,7 +12,7 @@ from converters.common.box import Box, TensorInfo, count_dtypes
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
 from converters.common.fold import fold_texts
-from converters.common.names import ASSETS_FOLDER, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
+from converters.common.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, OPTIMIZER, SECTIONS, UNTRANSLATED
 from converters.containers.dcp_names import EXTRA_FILE, SMALL_TENSOR_FILE
 from converters.containers.dcp_write import plan_dcp
 from converters.containers.registry import CONTAINERS
@@ -272,7 +272,7 @@ def _refuse_other_payloads(reader: CatalogReader, sections: Mapping[str, str]) -
     if other := reader.smaller_than_listed():
         found = dict.fromkeys(sections[name] for name in other)
         raise UnsupportedError(
-            f"{reader.catalog.root}: {len(other):,} tensors are not stored as .metadata lists them:"
+            f"{reader.catalog.root}: {len(other):,} tensors are not stored as {DCP_METADATA} lists them:"
             + list_offenders(fold_texts([f"{name}: {what}" for name, what in other.items()])),
             hint="their codes and scales are those of the parts that ranks held, and cannot be cut for others",
             tries=[f"--drop {','.join(found)}"],

@@ -24,7 +24,6 @@ from uuid import uuid4
 from converters.common.errors import CheckpointError
 from converters.common.names import DCP_METADATA, MANIFEST
 from converters.store.base import Store, register_store
-from converters.store.commit import CHECKPOINT_MARKS
 from converters.store.journal import Journal
 from converters.store.location import Location
 from converters.store.mirror import local_copies
@@ -301,7 +300,7 @@ class PretendOutput:
         with self.create(name) as file:
             file.write(data)
 
-    def commit(self, *, overwrite: bool) -> None:
+    def commit(self, *, overwrite: bool, marks: Sequence[str]) -> None:
         key = key_of(self._location)
         while self._held:
             name, upload = self._held.popitem()
@@ -335,7 +334,7 @@ class PretendOutputs:
 
     only_appends = True
 
-    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str]) -> None:
         names = PretendStore(location).walk()
         if Objects().size(key_of(location)) is not None and not overwrite:
             raise CheckpointError(f"{location}: exists already", hint="nothing was written", tries=["--overwrite"])

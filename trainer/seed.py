@@ -13,6 +13,7 @@ from converters.common.box import TensorInfo
 from converters.common.dtypes import itemsize
 from converters.common.names import ASSETS_FOLDER
 from converters.containers.dcp_write import plan_dcp
+from converters.containers.registry import replaceable
 from converters.conversion.execute import execute
 from converters.conversion.records import Plan, Progress, Run, no_progress
 from converters.engine.copy import DEFAULT_WORKERS
@@ -70,7 +71,7 @@ def seed(
     """
     started = time.monotonic()
     outputs = outputs_at(locate(dst))
-    outputs.check(locate(dst), overwrite=overwrite)
+    outputs.check(locate(dst), overwrite=overwrite, marks=replaceable())
     needed, available = least_cache_bytes(job.family.parameters(job.args)), available_bytes()
     if not ignore_memory and available is not None and needed > available:
         hint = "the values that are drawn at a time"

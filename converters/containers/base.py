@@ -39,6 +39,7 @@ class Container:
     find: Callable[[Listing], str]  # the files that show it, for messages; "": the folder is another container
     open_folder: Callable[[Listing], Catalog]
     marks: Callable[[Collection[str]], Sequence[str]] = _no_marks  # of the names in a folder, what only it has
+    replaceable: tuple[str, ...] = ()  # patterns of names: a folder with such a file may be replaced
     stands_alone: bool = False  # weights of another container beside it are an error, whatever transformers reads
     keeps_state: bool = False  # whole training states, each entry an item of its own: they can be resharded and resumed
     keeps_sections: bool = False  # tensors of an optimizer and other state can be among the weights

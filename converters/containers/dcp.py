@@ -96,6 +96,7 @@ DCP = Container(
     find=_find,
     open_folder=_open_folder,
     marks=metadata_files,
+    replaceable=(DCP_METADATA, f"*{DATA_SUFFIX}"),
     stands_alone=True,
     keeps_state=True,
     keeps_sections=True,

@@ -354,4 +354,5 @@ META = Container(
     find=lambda files: name_some(meta_shards(files.names)),
     open_folder=_open_folder,
     marks=meta_shards,
+    replaceable=(META_SHARD.format(index=0),),
 )

@@ -1,6 +1,7 @@
 """The containers that checkpoints are opened from, in the order in which a folder is asked for them."""
 
 from converters.common.extensions import check_name, check_record
+from converters.common.names import MANIFEST
 from converters.containers.base import Container
 from converters.containers.dcp import DCP
 from converters.containers.meta_shards import META
@@ -15,6 +16,11 @@ def register(container: Container) -> None:
     check_record(container, Container, f"container {getattr(container, 'name', '')!r}")
     check_name("container", container.name, CONTAINERS)
     CONTAINERS[container.name] = container
+
+
+def replaceable() -> tuple[str, ...]:
+    """Patterns of names, one of which a folder must have to be replaced. Many projects have a config.json."""
+    return (MANIFEST, *(pattern for container in CONTAINERS.values() for pattern in container.replaceable))
 
 
 def weight_suffixes() -> tuple[str, ...]:

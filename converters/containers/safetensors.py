@@ -307,6 +307,7 @@ SAFETENSORS = Container(
     called="a Hugging Face checkpoint (safetensors)",
     title="safetensors",
     suffixes=(".safetensors",),
+    replaceable=("*.safetensors",),
     find=_find,
     open_folder=_open_folder,
     has_checksums=False,

@@ -60,6 +60,7 @@ TORCH = Container(
     called="a torch file",
     title="a torch file",
     suffixes=TORCH_SUFFIXES,
+    replaceable=("pytorch_model*.bin",),  # any other may be a script's
     find=_find,
     open_folder=_open_folder,
     keeps_sections=True,

@@ -8,6 +8,7 @@ from math import prod
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.fold import fold_texts
+from converters.containers.registry import replaceable
 from converters.conversion.needs import estimate_needs, require_room
 from converters.conversion.records import Execution, Plan, Run
 from converters.engine.copy import CopyResult, Processing, copy_tensors
@@ -29,7 +30,7 @@ def check_places(src: Place, dst: Place, *, overwrite: bool) -> None:
     if source.is_inside(destination) or (destination.is_inside(source) and not open_store(source)[1]):
         raise CheckpointError(f"{src} and {dst}: one is inside the other", hint="write to a folder outside the source")
     location = locate(dst)  # last: the advice of this check, --overwrite, must not lead to one of the above
-    outputs_at(location).check(location, overwrite=overwrite)
+    outputs_at(location).check(location, overwrite=overwrite, marks=replaceable())
 
 
 def execute(dst: Place, plan: Plan, run: Run, *, is_file: bool = False) -> Execution:
@@ -44,7 +45,7 @@ def execute(dst: Place, plan: Plan, run: Run, *, is_file: bool = False) -> Execu
     location, target = locate(dst), plan.target
     outputs = outputs_at(location)
     if not is_file:
-        outputs.check(location, overwrite=run.overwrite)
+        outputs.check(location, overwrite=run.overwrite, marks=replaceable())
     fingerprint = _fingerprint(plan, run)
     claim = outputs.claim(
         location, files=target.file_bytes, is_file=is_file, fingerprint=fingerprint, resume=run.resume
@@ -54,7 +55,7 @@ def execute(dst: Place, plan: Plan, run: Run, *, is_file: bool = False) -> Execu
             copied, other_files = _write(claimed.output, plan, run, claimed.journal if fingerprint else None)
             for reader in plan.readers:  # last: nothing is read after this
                 reader.check_unchanged()
-            claimed.output.commit(overwrite=run.overwrite)
+            claimed.output.commit(overwrite=run.overwrite, marks=replaceable())
     except OSError as error:  # the disk filled up or went away
         hint = RESUME_HINT if run.resume else "nothing was left behind"
         raise CheckpointError(f"cannot write {dst}: {error.strerror or error}", hint=hint) from error

@@ -13,6 +13,7 @@ from converters.common.box import Box, TensorInfo
 from converters.common.crc import crc32
 from converters.common.dtypes import itemsize, numpy_dtype
 from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.names import DCP_METADATA
 from converters.containers.dcp_item import blob_item, checked_record, read_blob_item, read_item
 from converters.containers.stored_zip import read_zip
 from converters.store.base import reading_part
@@ -138,7 +139,7 @@ class CatalogReader:
         dtype = self.catalog.tensors[fqn].dtype
         if (item.dtype, item.shape) != (dtype, chunk.box.sizes):
             raise CheckpointError(
-                f"{what}: holds {item.dtype} {list(item.shape)}, .metadata says {dtype} {list(chunk.box.sizes)}"
+                f"{what}: holds {item.dtype} {list(item.shape)}, {DCP_METADATA} says {dtype} {list(chunk.box.sizes)}"
             )
         found = replace(
             chunk,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from converters.common.collector import collector_paused
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import ASSETS_FOLDER, HF_CONFIG, MANIFEST
+from converters.common.names import ASSETS_FOLDER, DCP_METADATA, HF_CONFIG, MANIFEST
 from converters.containers.base import Listing
 from converters.containers.registry import CONTAINERS, weight_suffixes
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
@@ -147,7 +147,7 @@ def _small_files(store: Store, file: str) -> Iterator[str]:
 def _open_folder(store: Store) -> Catalog:
     root, path = store.local(), store.location
     # before any file is opened
-    read = (*weight_suffixes(), ".json", ".metadata")
+    read = (*weight_suffixes(), ".json", DCP_METADATA)
     refuse_links_out(root, [p for p in linked_files(root) if p.name.endswith(read)])
     names = {*store.names()}
     if not names:

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import ASIDE_PREFIX, ASSETS_FOLDER, DCP_METADATA, MANIFEST, META_SHARD, TEMPORARY_PREFIX
+from converters.common.names import ASIDE_PREFIX, ASSETS_FOLDER, TEMPORARY_PREFIX
 from converters.store.replace_file import fsync
 
 _AT_FDCWD = -100
@@ -25,16 +25,13 @@ _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
-# Only a folder that holds one of these is a checkpoint, which may be replaced, and only without subfolders that no
-# checkpoint has, such as .git or src. A config.json alone is not enough: many projects have one.
-CHECKPOINT_MARKS = (
-    DCP_METADATA, MANIFEST, "*.distcp", "*.safetensors", "pytorch_model*.bin", META_SHARD.format(index=0),
-)  # fmt: skip
+# Only a folder with one of the caller's marks may be replaced, and only without subfolders that no checkpoint has, such
+# as .git or src
 _FOLDERS_IN_CHECKPOINTS = {ASSETS_FOLDER, "original", ".cache"}  # titan's, the hub's for Meta's files, `hf download`'s
 
 
 @contextmanager
-def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> Iterator[Path]:
+def staged(dst: Path, *, marks: Sequence[str], overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `dst`, which becomes `dst` when the block succeeds and is removed when it fails.
 
     Write the manifest last inside the block. Raises CheckpointError before any work if `dst` exists already.
@@ -49,10 +46,10 @@ def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPO
         raise
 
 
-def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str]) -> None:
     """Raise CheckpointError unless `dst` may be written.
 
-    It may be absent or an empty folder or, with `overwrite`, a folder that holds one of `marks`.
+    It may be absent or an empty folder or, with `overwrite`, a folder that holds a file of one of the patterns `marks`.
     """
     if dst.is_symlink():
         raise CheckpointError(f"{dst}: is a link; give its target")
@@ -91,7 +88,7 @@ def new_staging(dst: Path, identifier: str) -> Path:
     return staging
 
 
-def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+def commit(staging: Path, dst: Path, *, marks: Sequence[str], overwrite: bool = False) -> None:
     """fsync all of `staging`, move it to `dst`, fsync the parent; with `overwrite`, then delete what was there.
 
     Once the new one is in place, no error is raised: what cannot be deleted of the old one stays as `.tmp-<id>` or

@@ -25,7 +25,6 @@ from converters.common.errors import CheckpointError
 from converters.common.names import ASIDE_PREFIX, JOURNAL, TEMPORARY_PREFIX, step_of
 from converters.common.threads import deferred_signals
 from converters.store.commit import (
-    CHECKPOINT_MARKS,
     check_destination,
     commit,
     free_bytes,
@@ -81,12 +80,12 @@ class FolderOutput:
         with replacing(self.folder / name, temporary=self.folder / f"{name}.tmp") as temporary:
             temporary.write_bytes(data)
 
-    def commit(self, *, overwrite: bool) -> None:
+    def commit(self, *, overwrite: bool, marks: Sequence[str]) -> None:
         self.offset_files.close()
         if self._is_file:
             _move_file(self.folder, self._destination, overwrite=overwrite)
         else:
-            commit(self.folder, self._destination, overwrite=overwrite)
+            commit(self.folder, self._destination, overwrite=overwrite, marks=marks)
 
     def discard(self) -> None:
         self.offset_files.close()
@@ -125,7 +124,7 @@ class FolderOutputs:
 
     only_appends = False
 
-    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str]) -> None:
         check_destination(location.path, overwrite=overwrite, marks=marks)
 
     def free_bytes(self, location: Location) -> int:

@@ -14,7 +14,6 @@ from converters.common.crc import crc32
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import MANIFEST
 from converters.store.base import Store
-from converters.store.commit import CHECKPOINT_MARKS
 from converters.store.journal import Journal
 from converters.store.location import Location
 from converters.store.manifest import FileSum, Manifest, TensorSum, dump_manifest, is_kept, sum_file
@@ -69,7 +68,7 @@ class Output(Protocol):
     def replace(self, name: str, data: bytes) -> None:
         """Write a small file. If it exists, readers see the old content or the new one."""
 
-    def commit(self, *, overwrite: bool) -> None:
+    def commit(self, *, overwrite: bool, marks: Sequence[str]) -> None:
         """Make the files the checkpoint of the location; with `overwrite`, instead of the one that is there."""
 
     def discard(self) -> None:
@@ -92,10 +91,10 @@ class Outputs(Protocol):
     def only_appends(self) -> bool:
         """Whether files can only be appended to, so that plans must be streamed (see Target)."""
 
-    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+    def check(self, location: Location, *, overwrite: bool, marks: Sequence[str]) -> None:
         """Raise CheckpointError unless a checkpoint may be written there.
 
-        A location may be absent or empty or, with `overwrite`, hold one of the files `marks`.
+        A location may be absent or empty or, with `overwrite`, hold a file whose name matches one of `marks`.
         """
 
     def free_bytes(self, location: Location) -> int:

@@ -9,6 +9,7 @@ from converters.common.errors import CheckpointError, UnsupportedError
 from converters.common.names import (
     ADDED_TOKENS,
     ASSETS_FOLDER,
+    DCP_METADATA,
     HF_GENERATION_CONFIG,
     MERGES,
     META_PARAMS,
@@ -57,7 +58,9 @@ DOCUMENT = re.compile(
     r"(?i)((readme|licen[cs]e|notice|copying|(acceptable_)?use_policy)([ ._-].*)?(?<!\.py)(?<!\.json)|.+\.md)"
 )
 _MOST_OF_DOCUMENT = 16 << 20  # bytes
-_WEIGHTS = re.compile(r"\.metadata|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)")
+_WEIGHTS = re.compile(
+    re.escape(DCP_METADATA) + r"|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)"
+)
 TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL, MOONSHOT_RANKS, VOCAB_JSON)
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for all but the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -78,10 +78,10 @@ def run_and_die(config) -> str:
     """Case: rank 0 is killed when it is about to commit step 4."""
     commit = PretendOutput.commit
 
-    def die(output, *, overwrite):
+    def die(output, **how):
         if output._location == STEP_4:
             os._exit(9)
-        commit(output, overwrite=overwrite)
+        commit(output, **how)
 
     PretendOutput.commit = die
     assert dist.get_world_size() == 2

@@ -106,6 +106,7 @@ FILE_METHODS = {
     *("samefile", "symlink_to", "touch", "unlink", "write_bytes", "write_text", "fromfile", "tofile", "memmap"),
     *("copy_file_range", "sync_file_range"),
 }
+CONTAINER_MARKS = re.compile(r"distcp|safetensors|pytorch_model|consolidated|\.pth\b")  # which the store is given
 FILE_MODULES = {"fcntl", "mmap", "shutil", "tempfile"}
 NOT_OF_FILES = {
     "PathLike",
@@ -256,6 +257,22 @@ def test_only_the_store_package_opens_files():
     names = {file.relative_to(ROOT).with_suffix("").as_posix(): file for file in files}
     calls = {name: file_calls(file) for name, file in names.items() if not name.startswith("converters/store/")}
     assert {name: found for name, found in calls.items() if found and name not in OPEN_OTHER_THINGS} == {}
+
+
+def test_names_of_a_containers_files_are_spelled_in_its_record():
+    spelled = re.compile(r"(?<![\w*}])\.metadata\b|distcp")
+    names_of_the_hub = "converters/store/hub_checksums.py"  # its records of downloads are files `.metadata`, too
+    found = []
+    for path in (p for package in ("converters", "trainer") for p in (ROOT / package).rglob("*.py")):
+        tree, name = ast.parse(path.read_text()), path.relative_to(ROOT).as_posix()
+        if name.startswith("converters/containers/") or name in ("converters/common/names.py", names_of_the_hub):
+            continue
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str]
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+        marks = CONTAINER_MARKS if name.startswith("converters/store/") else spelled
+        found += [f"{name}: {text[:60]!r}" for text in texts if text not in docstrings and marks.search(text)]
+    assert found == []
 
 
 def test_converters_never_import_torch():

@@ -13,6 +13,7 @@ from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.file_download import repo_folder_name
 
 from converters.common.errors import CheckpointError, list_offenders
+from converters.containers.registry import replaceable
 from converters.store.commit import check_destination, commit
 from converters.store.hub_checksums import Recorded, record_file, recorded_files
 from titan_tools.hub.fetch import check_sum
@@ -155,7 +156,7 @@ class PlainFolder:
         for file in files:
             record_file(self.home, file.name, Recorded(self._sha, file.etag), time.time())
         if self.home == self.staging:
-            commit(self.staging, self.path)
+            commit(self.staging, self.path, marks=replaceable())
         else:
             shutil.rmtree(self.staging, ignore_errors=True)
 
@@ -168,4 +169,4 @@ def is_downloaded(folder: Path) -> bool:
 def check_folder(dst: Path) -> None:
     """Raise CheckpointError unless `dst` may be written: it is absent, empty, or was downloaded before."""
     if not is_downloaded(dst):
-        check_destination(dst, overwrite=False)
+        check_destination(dst, overwrite=False, marks=replaceable())

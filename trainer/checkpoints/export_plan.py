@@ -6,6 +6,7 @@ from pathlib import Path
 from converters.common.box import TensorInfo
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import EDITABLE, MANIFEST
+from converters.containers.registry import replaceable
 from converters.containers.target import Target
 from converters.conversion.needs import needed_bytes
 from converters.families.registry import get_family
@@ -61,7 +62,7 @@ def refuse_others(folder: Path) -> None:
     Unchanged means that it has exactly the files of its manifest, and that its editable files are not newer than the
     manifest, which is written last.
     """
-    outputs_at(locate(folder)).check(locate(folder), overwrite=True)
+    outputs_at(locate(folder)).check(locate(folder), overwrite=True, marks=replaceable())
     if not names_in(folder):
         return
     problems = _not_titans(folder)

@@ -22,6 +22,7 @@ from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError
 from converters.common.names import ASSETS_FOLDER, DCP_METADATA
 from converters.containers.dcp import read_complete
+from converters.containers.registry import replaceable
 from converters.engine.read import CatalogReader
 from converters.model.model_info import ModelInfo, write_model_info
 from converters.store.digest import TensorDigest, has_whole_rows
@@ -98,7 +99,7 @@ def write_step(
             write_model_info(output.folder, info)
             write_assets(output.folder / ASSETS_FOLDER, info.assets, info.generation)
             write_manifest(output, tensors=tensors, files=files)
-            output.commit(overwrite=True)
+            output.commit(overwrite=True, marks=replaceable())
 
         on_first(group, complete)
     except BaseException:

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 from converters.common.errors import ConfigError, TitanError
+from converters.containers.dcp_names import DATA_SUFFIX
 from converters.families.args import DecoderArgs, ModelArgs, computed_numbers, describe_size
 from converters.families.base import Family
 from converters.families.registry import all_families, read_hf_config, read_meta_params
@@ -18,7 +19,7 @@ from trainer.config.preset import preset_models, preset_names
 _HUB_NAME = re.compile(r"[\w][\w.\-]*/[\w][\w.\-]*")
 _OTHERS = {  # by the end of their names
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".py": "Python", ".safetensors": "weights", ".bin": "weights",
-    ".pt": "weights", ".pth": "weights", ".ckpt": "weights", ".gguf": "weights", ".distcp": "weights", ".md": "text",
+    ".pt": "weights", ".pth": "weights", ".ckpt": "weights", ".gguf": "weights", DATA_SUFFIX: "weights", ".md": "text",
 }  # fmt: skip
 # Numbers that decide neither a parameter's shape nor what a step keeps
 _WITHOUT_SHAPE = ("max_seq_len", "rope_theta", "rope_scaling", "norm_eps", "initial_std")

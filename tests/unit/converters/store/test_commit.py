@@ -10,6 +10,7 @@ import pytest
 
 import converters.store.commit as committing
 from converters.common.errors import CheckpointError
+from converters.containers.registry import replaceable
 from converters.store.commit import (
     aside_of,
     check_destination,
@@ -21,13 +22,15 @@ from converters.store.commit import (
 from converters.store.location import locate
 from converters.store.outputs import require_space
 
+MARKS = replaceable()
+
 
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-def fill(dst: Path, text: str, **options) -> None:
-    with staged(dst, **options) as folder:
+def fill(dst: Path, text: str, marks=MARKS, **options) -> None:
+    with staged(dst, marks=marks, **options) as folder:
         (folder / "assets").mkdir()
         (folder / "assets/file").write_text(text)
         (folder / ".metadata").write_text(text)
@@ -41,7 +44,7 @@ def kernel(request, monkeypatch):
 
 
 def test_a_new_folder_appears_whole(tmp_path, kernel):
-    with staged(tmp_path / "parent/out") as folder:
+    with staged(tmp_path / "parent/out", marks=MARKS) as folder:
         (folder / "file").write_text("x")
         assert folder.parent == tmp_path / "parent"
         assert folder.name.startswith(".tmp-")
@@ -52,7 +55,7 @@ def test_a_new_folder_appears_whole(tmp_path, kernel):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failure_leaves_nothing(tmp_path, error):
-    with pytest.raises(error), staged(tmp_path / "out") as folder:
+    with pytest.raises(error), staged(tmp_path / "out", marks=MARKS) as folder:
         (folder / "file").write_text("x")
         raise error
     assert names(tmp_path) == []
@@ -60,7 +63,7 @@ def test_a_failure_leaves_nothing(tmp_path, error):
 
 def test_an_existing_place_is_refused_before_any_work(tmp_path):
     fill(tmp_path / "out", "old")
-    with pytest.raises(CheckpointError, match="exists already") as caught, staged(tmp_path / "out"):
+    with pytest.raises(CheckpointError, match="exists already") as caught, staged(tmp_path / "out", marks=MARKS):
         pytest.fail("work was done")
     assert caught.value.tries == ("--overwrite",)
     assert names(tmp_path) == ["out"]
@@ -91,7 +94,7 @@ def test_an_empty_folder_that_somebody_fills_meanwhile_is_left_alone(tmp_path, k
 def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="is the current folder"):
-        check_destination(Path("."), overwrite=False)
+        check_destination(Path("."), overwrite=False, marks=MARKS)
 
 
 def test_overwrite_replaces(tmp_path, kernel):
@@ -114,7 +117,7 @@ def test_an_old_copy_that_cannot_be_deleted_is_no_failure_of_the_new(tmp_path, k
     unlink = os.unlink
     monkeypatch.setattr(os, "unlink", stubborn)
     monkeypatch.setattr(os, "rmdir", stubborn)
-    with staged(tmp_path / "out", overwrite=True) as folder:
+    with staged(tmp_path / "out", overwrite=True, marks=MARKS) as folder:
         (folder / ".metadata").write_text("new")
     assert names(tmp_path / "out") == [".metadata"]
     assert len(names(tmp_path)) == 2  # and the rest of the old one
@@ -122,7 +125,7 @@ def test_an_old_copy_that_cannot_be_deleted_is_no_failure_of_the_new(tmp_path, k
 
 def test_a_failed_overwrite_keeps_the_old(tmp_path, kernel):
     fill(tmp_path / "out", "old")
-    with pytest.raises(ValueError), staged(tmp_path / "out", overwrite=True) as folder:  # noqa: PT011
+    with pytest.raises(ValueError), staged(tmp_path / "out", overwrite=True, marks=MARKS) as folder:  # noqa: PT011
         (folder / "file").write_text("x")
         raise ValueError
     assert names(tmp_path) == ["out"]
@@ -157,11 +160,14 @@ def test_links_and_files_are_refused(tmp_path):
     (tmp_path / "file").touch()
     for name in ("link", "dangling", "file"):
         with pytest.raises(CheckpointError, match=name):
-            check_destination(tmp_path / name, overwrite=True)
+            check_destination(tmp_path / name, overwrite=True, marks=MARKS)
 
 
 def test_a_place_that_appears_meanwhile_is_not_overwritten(tmp_path, kernel):
-    with pytest.raises(CheckpointError, match="exists already|appeared"), staged(tmp_path / "out") as folder:
+    with (
+        pytest.raises(CheckpointError, match="exists already|appeared"),
+        staged(tmp_path / "out", marks=MARKS) as folder,
+    ):
         (folder / "file").write_text("mine")
         fill(tmp_path / "out", "theirs")
     assert names(tmp_path) == ["out"]
@@ -187,7 +193,7 @@ for name in ("rename", "fsync", "unlink", "rmdir", "open", "mkdir"):
 if exchange:
     committing._renameat2 = dying(committing._renameat2)
 out = Path(sys.argv[1])
-with committing.staged(out, overwrite=True) as folder:
+with committing.staged(out, overwrite=True, marks=('.metadata',)) as folder:
     (folder / ".metadata").write_text("new")
     (folder / "file").write_text("new")
 print("end")
@@ -199,7 +205,7 @@ def test_a_kill_at_any_step_leaves_one_complete_copy(tmp_path, how):
     outcomes = set()
     for step in range(1, 40):
         place = tmp_path / str(step)
-        with staged(place / "out") as folder:
+        with staged(place / "out", marks=MARKS) as folder:
             (folder / ".metadata").write_text("old")
             (folder / "file").write_text("old")
         done = subprocess.run(
