@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 from uuid import uuid4
 
-from converters.common.errors import CheckpointError
+from converters.common.errors import CheckpointError, Missing
 from converters.common.names import DCP_METADATA, MANIFEST
 from converters.store.base import Store, register_store
 from converters.store.journal import Journal
@@ -29,7 +29,7 @@ from converters.store.location import Location
 from converters.store.mirror import local_copies
 from converters.store.output import Claimed, Locked, can_resume
 from converters.store.outputs import register_outputs
-from converters.store.paths import NotAFile
+from converters.store.paths import MissingFile
 
 SCHEME = "pretend"
 ROOT = "TITAN_PRETEND_STORE"  # the environment variable that names the folder
@@ -188,13 +188,13 @@ class PretendStore:
     def size(self, name: str) -> int:
         size = self._objects.size(self._prefix + name)
         if size is None:
-            raise NotAFile(self.location / name, "missing", hint="the checkpoint is incomplete")
+            raise MissingFile(self.location / name, hint="the checkpoint is incomplete")
         return size
 
     def identity(self, name: str) -> tuple[str | int, ...]:
         identity = self._objects.identity(self._prefix + name)
         if identity is None:
-            raise NotAFile(self.location / name, "missing")
+            raise MissingFile(self.location / name)
         return (identity,)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -219,7 +219,7 @@ def open_pretend(location: Location) -> tuple[Store, str]:
         return PretendStore(location.parent), location.name
     store = PretendStore(location)
     if not store.names():
-        raise CheckpointError(f"{location}: no such object")
+        raise Missing(f"{location}: no such object")
     return store, ""
 
 

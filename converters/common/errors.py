@@ -35,6 +35,14 @@ class CheckpointError(TitanError):
     kind = "checkpoint"
 
 
+class Missing(CheckpointError):
+    """There is nothing at a place. Nothing is concluded from another error of a store, which cannot be asked then."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint's files are not those that its manifest lists."""
+
+
 class DataError(TitanError):
     """Text, a tokenizer or a token index is missing, damaged, or not what was asked for."""
 

@@ -26,7 +26,7 @@ from converters.source.weight_files import (
     refuse_mixtures,
     refuse_other_torch_files,
 )
-from converters.store.base import Store, names_at, open_store
+from converters.store.base import Store, open_store
 from converters.store.hub_checksums import fetch_again
 from converters.store.json_file import MOST_BYTES
 from converters.store.location import Place, locate
@@ -137,11 +137,16 @@ def _small_files(store: Store, file: str) -> Iterator[str]:
     names = store.names()
     if file:
         names = [n for n in names if n.endswith("/") or n in _BESIDE_A_FILE or DOCUMENT.fullmatch(n)]
-    folders = [folder for folder in _SMALL_FOLDERS if f"{folder.partition('/')[0]}/" in names]
     of_weights = weight_suffixes()
-    for name in (*names, *(f"{folder}/{name}" for folder in folders for name in names_at(store.location / folder))):
+    for name in (*names, *(f"{folder}/{name}" for folder in _SMALL_FOLDERS for name in _names_in(store, folder))):
         if not name.endswith(("/", *of_weights, *FOREIGN)) and store.size(name) <= MOST_BYTES:
             yield name
+
+
+def _names_in(store: Store, folder: str) -> list[str]:
+    """The names in a folder of the checkpoint; none if it has no such folder."""
+    parent, _, last = folder.rpartition("/")
+    return store.names(folder) if f"{last}/" in (_names_in(store, parent) if parent else store.names()) else []
 
 
 def _open_folder(store: Store) -> Catalog:

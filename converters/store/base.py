@@ -1,10 +1,11 @@
 """The protocol of a store: reads the files of a checkpoint, wherever they are. Stores of URIs are registered here."""
 
+import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from converters.common.errors import CheckpointError, UnsupportedError
+from converters.common.errors import Missing, UnsupportedError
 from converters.common.extensions import ExtensionError, check_call, check_name, check_protocol, where_defined
 from converters.store.folder import open_folder
 from converters.store.location import SCHEME, Location
@@ -13,7 +14,8 @@ from converters.store.location import SCHEME, Location
 class Store(Protocol):
     """The files below one location, by name; names of files in folders have a `/`. Threads may read at the same time.
 
-    Functions raise CheckpointError, with the place of the file, if it is missing or cannot be read.
+    Functions raise Missing (paths.MissingFile) if the file is missing, and another CheckpointError, with its place, if
+    it cannot be read or the store cannot be asked: then nothing is known of the file.
     """
 
     @property
@@ -55,7 +57,7 @@ def register_store(scheme: str, opener: Opener) -> None:
     """Read locations `scheme://…` with the store that `opener` returns.
 
     `opener` gets the Location and returns the store of a folder and "", or the store of a file's folder and its name.
-    It raises CheckpointError if there is nothing at the location.
+    It raises Missing if there is nothing at the location, and another CheckpointError if it cannot know.
     """
     check_name("store", scheme, _OPENERS, pattern=SCHEME)
     check_call(opener, ["location"], f"the opener of {scheme}://")
@@ -88,7 +90,11 @@ def is_present(location: Location) -> bool:
     """Whether there is a folder or a file."""
     try:
         open_store(location)
-    except (CheckpointError, OSError):  # NFS answers ESTALE for a folder that was just made
+    except Missing:
+        return False
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # NFS answers so for a folder that was just made
+            raise
         return False
     return True
 
@@ -102,7 +108,7 @@ def names_at(location: Location) -> list[str]:
     """The names in a folder, as `Store.names` gives them; none if it does not exist, or is a file."""
     try:
         store, file = open_store(location)
-    except CheckpointError:
+    except Missing:
         return []
     return [] if file else store.names()
 
@@ -111,7 +117,7 @@ def text_at(location: Location) -> str:
     """The text of a small file; "" if there is none."""
     try:
         store, file = open_store(location)
-    except CheckpointError:
+    except Missing:
         return ""
     return read_bytes(store, file).decode(errors="replace") if file else ""
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from converters.common.errors import CheckpointError
+from converters.common.errors import CheckpointError, Missing
 from converters.store.commit import find_complete
 from converters.store.hf_cache import snapshot_of
 from converters.store.hub_names import download_command
@@ -72,7 +72,7 @@ def open_folder(path: Path) -> tuple[FolderStore, str]:
     """The store of a folder, and "" or, if `path` is a file, its name.
 
     It is the snapshot of a repository in the Hugging Face cache, and the old folder if its replacement was cut off.
-    Raises CheckpointError if there is nothing at `path`, with what was probably meant.
+    Raises Missing if there is nothing at `path`, with what was probably meant.
     """
     path = snapshot_of(find_complete(path))
     if path.is_dir():
@@ -83,10 +83,10 @@ def open_folder(path: Path) -> tuple[FolderStore, str]:
     if path.exists():
         raise CheckpointError(f"{path}: neither a file nor a folder")
     if path.is_symlink():
-        raise CheckpointError(f"{path}: a broken link")
+        raise Missing(f"{path}: a broken link")
     near = get_close_matches(path.name, [p.name for p in path.parent.iterdir()], 1) if path.parent.is_dir() else []
     tries = [str(path.parent / name) for name in near] + download_command(path)
-    raise CheckpointError(f"{path}: no such file or folder", tries=tries)
+    raise Missing(f"{path}: no such file or folder", tries=tries)
 
 
 def _resolved_if_link(path: Path) -> Path:

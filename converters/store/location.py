@@ -8,6 +8,7 @@ from converters.common.errors import UnsupportedError
 
 SCHEME = r"[a-z][a-z0-9+.-]*"
 _URI = re.compile(rf"({SCHEME})://")
+_LIKE_URI = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Location:
 
     def __truediv__(self, name: str) -> "Location":
         """A name in this folder. An absolute path, or a URI, stands for itself."""
-        return Location(name) if _URI.match(name) else self._with(self._parts / name)
+        return locate(name) if _LIKE_URI.match(name) else self._with(self._parts / name)
 
     def __str__(self) -> str:
         return self.text
@@ -80,8 +81,17 @@ Place = str | Path | Location  # what the public functions take
 
 
 def locate(place: Place) -> Location:
-    """The location of a checkpoint that a user names; a path in the form in which `Path` shows it."""
+    """The location of a checkpoint that a user names; a path in the form in which `Path` shows it.
+
+    Raises UnsupportedError for what is almost a URI: `S3://bucket/x`, or a `Path` made of one.
+    """
     if isinstance(place, Location):
         return place
     text = str(place)
+    if _LIKE_URI.match(text) and not _URI.match(text):
+        raise UnsupportedError(
+            f"{text}: neither a path nor a URI such as s3://bucket/run",
+            hint="a scheme is in small letters and ends with ://, and no Path can hold one; of a folder with such a "
+            "name, give the absolute path",
+        )
     return Location(text if _URI.match(text) else str(Path(text)))

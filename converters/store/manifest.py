@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from converters.common.crc import crc32, join_crc32
-from converters.common.errors import CheckpointError, in_words, list_offenders
+from converters.common.errors import CheckpointError, Damaged, in_words, list_offenders
 from converters.common.names import EDITABLE, MANIFEST
 from converters.common.threads import deferred_signals
 from converters.store.base import Store
@@ -97,14 +97,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise Damaged(f"{path}: cannot be read ({error.strerror})") from error
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON: {in_words(error)}", hint=_REWRITE, tries=tries) from error
+        raise Damaged(f"{path}: is not JSON: {in_words(error)}", hint=_REWRITE, tries=tries) from error
     try:
         if not _matches_itself(raw, content):
-            raise CheckpointError(f"{path}: does not match its own CRC32", hint=_REWRITE, tries=tries)
+            raise Damaged(f"{path}: does not match its own CRC32", hint=_REWRITE, tries=tries)
         tensors = {
             k: TensorSum(
                 t["dtype"], tuple(t["shape"]), t["digest"], t.get("digest_dtype", ""), tuple(t.get("digest_shape", ()))
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         }
         files = {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged ({in_words(error)})", hint=_REWRITE, tries=tries) from error
+        raise Damaged(f"{path}: damaged ({in_words(error)})", hint=_REWRITE, tries=tries) from error
     for name in files:
         for part in name.split("/"):
             checked_file_name(part, what=str(path))
@@ -175,9 +175,9 @@ def check_sizes(place: Path | Store) -> Manifest | None:
     return manifest
 
 
-def changed_since(folder: Path | Location, problems: Sequence[str], *, lost: str = "") -> CheckpointError:
+def changed_since(folder: Path | Location, problems: Sequence[str], *, lost: str = "") -> Damaged:
     """The error for a folder that differs from what titan wrote, on purpose or by damage."""
-    return CheckpointError(
+    return Damaged(
         f"{folder}: changed or damaged since titan wrote it:{list_offenders(problems)}",
         hint=f"if the change was intended, accept it, which checks the files and rewrites {MANIFEST}; if not, use "
         f"another copy{lost}",

@@ -8,9 +8,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from converters.common.errors import Missing
 from converters.store.base import Store, read_bytes
 from converters.store.location import Location
-from converters.store.paths import NotAFile
 
 _NOT_COPIED = "not-copied"  # a name that does not exist
 
@@ -33,7 +33,7 @@ def local_copies(store: Store, names: Iterable[str], folder: Path | None) -> Pat
         path = into / name
         if path.is_file():
             continue
-        with suppress(NotAFile):  # as a file of a folder may be missing
+        with suppress(Missing):  # as a file of a folder may be missing
             data = read_bytes(store, name)
             path.unlink(missing_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from converters.common.errors import CheckpointError, list_offenders
+from converters.common.errors import CheckpointError, Missing, list_offenders
 from converters.store.hf_cache import is_blob_of
 
 
@@ -15,6 +15,13 @@ class NotAFile(CheckpointError):
     def __init__(self, place: object, reason: str | None, *, hint: str = ""):
         super().__init__(f"{place}: {reason}", hint=hint)
         self.reason = reason
+
+
+class MissingFile(NotAFile, Missing):
+    """A file of a checkpoint is missing."""
+
+    def __init__(self, place: object, *, hint: str = ""):
+        super().__init__(place, "missing", hint=hint)
 
 
 def checked_file_name(name: object, *, what: str) -> str:
@@ -42,7 +49,7 @@ def checked_file_size(folder: Path, name: str) -> int:
             refuse_links_out(folder, [path])
         status = os.stat(path)
     except FileNotFoundError:
-        raise NotAFile(path, "missing", hint="the checkpoint is incomplete") from None
+        raise MissingFile(path, hint="the checkpoint is incomplete") from None
     except OSError as error:
         raise NotAFile(path, error.strerror) from error
     if not stat.S_ISREG(status.st_mode):

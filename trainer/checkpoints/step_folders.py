@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from converters.common.errors import CheckpointError, list_offenders
+from converters.common.errors import CheckpointError, Damaged, Missing, list_offenders
 from converters.common.names import (
     ASIDE_PREFIX,
     DCP_METADATA,
@@ -19,6 +19,7 @@ from converters.store.local_files import is_link
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import check_sizes
 from converters.store.outputs import run_outputs_at
+from converters.store.paths import NotAFile
 
 P = TypeVar("P", Path, Location)
 
@@ -87,15 +88,18 @@ def refuse_foreign(folder: Place) -> None:
 
 
 def size_problem(path: Place) -> str:
-    """Why a step folder is incomplete, judged by its manifest and file sizes; empty if it is not."""
+    """Why a step folder is incomplete, judged by its manifest and file sizes; empty if it is not.
+
+    Raises CheckpointError if its store cannot be asked: an older step may not be taken for the newest then.
+    """
     try:
         store, _ = open_store(locate(path))
         store.size(DCP_METADATA)
-    except CheckpointError:
+    except (Missing, NotAFile):
         return f"it has no {DCP_METADATA}"
     try:
         return "" if check_sizes(store) else f"it has no {MANIFEST}"
-    except CheckpointError as error:
+    except Damaged as error:
         return error.message
 
 

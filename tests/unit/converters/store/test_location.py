@@ -27,9 +27,18 @@ def test_the_slash_at_the_end_of_a_uri_is_no_name():
     assert str(location.parent.parent.parent) == "s3://"
 
 
-@pytest.mark.parametrize("text", ["x", "./x/", "/x//y", "..", ".", "s3:/b/x", "a:b"])
+@pytest.mark.parametrize("text", ["x", "./x/", "/x//y", "..", ".", "a:b"])
 def test_paths_are_those_of_pathlib(text):
     location, path = locate(text), Path(text)
     assert (str(location), location.scheme, location.path) == (str(path), "", path)
     assert locate(path) == location == locate(location)
     assert (location.name, location.parent.path, (location / "y").path) == (path.name, path.parent, path / "y")
+
+
+@pytest.mark.parametrize("place", ["S3://bucket/x", "s3:/bucket/x", "gs_x://bucket/x", Path("s3://bucket/x")])
+def test_what_is_almost_a_uri_is_no_path(place):
+    with pytest.raises(UnsupportedError, match="neither a path nor a URI"):
+        locate(place)
+    with pytest.raises(UnsupportedError, match="neither a path nor a URI"):
+        locate("outputs") / str(place)
+    assert locate("C:/x").path == Path("C:/x") and locate("/s3:/x").path == Path("/s3:/x")

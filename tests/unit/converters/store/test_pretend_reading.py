@@ -17,6 +17,7 @@ from converters.engine.journal import files_identity, plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.formats.base import OutputOptions
 from converters.source.open import open_checkpoint
+from converters.store import base
 from converters.store.location import Location
 from converters.verify import verify
 from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
@@ -25,6 +26,8 @@ from tests.models.llama import write as write_llama
 from tests.pretend_store import LAG, Objects, key_of
 from tests.uploaded import upload
 from titan_tools.infer.find import find_checkpoints, newest_step
+from trainer.checkpoints.run_lock import refuse_other_run
+from trainer.checkpoints.step_folders import size_problem
 
 pytestmark = pytest.mark.parametrize("store", ["pretend"], indirect=True)
 OF_FOLDERS = {"hf cache, repository": "its snapshot is found by links"}
@@ -156,6 +159,32 @@ def test_a_list_that_lags_hides_no_file_of_a_whole_checkpoint(llama, tmp_path, m
     (other / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="no such object"):
         open_checkpoint(upload(other, is_listed=False))
+
+
+def test_a_list_that_lags_hides_no_small_file_of_a_folder(llama, place, tmp_path, monkeypatch):
+    monkeypatch.setenv(LAG, "1000")
+    convert(llama, place / "dcp", to="dcp")  # its tokenizer is in a folder of its own
+    convert(place / "dcp", tmp_path / "back", to="hf")
+    convert(llama, tmp_path / "again", to="hf")
+    assert contents(tmp_path / "back").keys() == contents(tmp_path / "again").keys()
+    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == (llama / "tokenizer.model").read_bytes()
+
+
+def test_a_store_that_cannot_be_asked_is_no_missing_file(llama, tmp_path, monkeypatch):
+    """Or a run would go on from an older step, and a save would take its folder for one that was removed."""
+    convert(llama, tmp_path / "dcp", to="dcp")
+    location = upload(tmp_path / "dcp")
+
+    def busy(*_):
+        raise CheckpointError("503 Slow Down")
+
+    monkeypatch.setattr(Objects, "size", busy)
+    asked = (base.is_present, base.is_file_at, base.names_at, base.text_at, size_problem, open_checkpoint)
+    for ask in asked:
+        with pytest.raises(CheckpointError, match="^503 Slow Down$"):
+            ask(location)
+    with pytest.raises(CheckpointError, match="^503 Slow Down$"):
+        refuse_other_run(location)
 
 
 def test_commands_take_a_uri_as_it_was_typed(llama, titan, tmp_path):
