@@ -202,6 +202,16 @@ def test_the_architecture_page_is_current():
     assert len(paths) > 40 and {path for path in paths if not (ROOT / path).exists()} == set()
 
 
+def test_what_the_architecture_page_names_exists():
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.S)
+    paths = [path for name in ("converters", "trainer", "titan_tools", "tests") for path in (ROOT / name).rglob("*.py")]
+    known = set().union(
+        *(re.findall(r"\w+", path.read_text()) for path in paths), *({*path.parts, path.stem} for path in paths)
+    )
+    named = set(re.findall(r"`([A-Za-z_]\w*)[^`/ ]*`", text))
+    assert len(named) > 60 and named - known == set()
+
+
 def test_scripts_named_in_pages_exist():
     for page in PAGES:
         for path in re.findall(r"(?<![\w/])scripts/[\w./]+\w", page.read_text()):
