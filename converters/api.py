@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from converters.common.box import Box, TensorInfo
 from converters.common.dtypes import itemsize, numpy_dtype
-from converters.common.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
+from converters.common.errors import CheckpointError, ConfigError, Missing, TitanError, UnsupportedError
 from converters.containers.base import Container, Listing
 from converters.containers.registry import register as _register_container
 from converters.containers.target import Slot, Target
@@ -57,7 +57,7 @@ from converters.store.location import Location, Place, locate
 from converters.store.mirror import local_copies
 from converters.store.output import Output, Outputs, RunOutputs
 from converters.store.outputs import register_outputs
-from converters.store.paths import NotAFile
+from converters.store.paths import MissingFile
 from converters.verify import verify as _verify
 from converters.views.catalog import Catalog, Chunk, TensorEntry
 
@@ -70,11 +70,11 @@ __all__ = [
     "Parameter", "Role", "parameters_of", "layer_parameters", "with_ends",
     "llama", "hf_config", "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Rows", "Transposed", "Zeros",
     "Drop", "register_store", "register_outputs", "Location", "Store", "Output", "Outputs", "RunOutputs",
-    "FolderOutputs", "NotAFile", "local_copies", "Place", "read_bytes",
+    "FolderOutputs", "MissingFile", "local_copies", "Place", "read_bytes",
     "register_container", "Container", "Listing", "Catalog", "TensorEntry", "Chunk", "row_major", "itemsize",
     "numpy_dtype",
     "register_format", "Format", "CommandHelp", "OutputOptions", "Contents", "Target", "Slot",
-    "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
+    "TitanError", "CheckpointError", "Missing", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 
 
