@@ -10,7 +10,7 @@ from converters.common.box import TensorInfo, count_dtypes
 from converters.common.errors import CheckpointError, ConfigError
 from converters.common.sizes import MIB
 from converters.containers.registry import CONTAINERS
-from converters.containers.safetensors import index_remarks, is_of_series
+from converters.containers.safetensors import is_of_series
 from converters.conversion.destination import Destination, destination_of
 from converters.conversion.plan import ConversionPlan, plan_conversion
 from converters.conversion.quantize import describe_unknown, opened_scales
@@ -137,16 +137,15 @@ def _report(
     catalog, info, target = weights.catalog, plan.contents.info, plan.work.target
     quantization, ledger = plan.quantization, weights.source.ledger
     known = quantization.known if quantization else None
-    is_indexed = catalog.container == "safetensors" and not catalog.is_lone_file
+    container = CONTAINERS[catalog.container]
     all_remarks = [
         _describe_long_files(target.file_bytes, request.options.shard_bytes),
         describe_mtp(weights.num_mtp_layers, plan.dropped),
-        # of Meta's shards the catalog has one rank's part
-        *describe_extras(plan.dropped, {} if catalog.container == "meta" else catalog.tensors),
+        *describe_extras(plan.dropped, {} if container.has_parts_of_ranks else catalog.tensors),
         unchecked_remark(catalog, plan.work.vouched),
         *remarks,
         *catalog.notes,
-        *(index_remarks(catalog.store, catalog.num_bytes) if is_indexed else []),
+        *([] if catalog.is_lone_file else container.index_remarks(catalog.store, catalog.num_bytes)),
         *done.remarks,
     ]
     return ConvertReport(

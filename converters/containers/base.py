@@ -28,6 +28,10 @@ def _no_marks(names: Collection[str]) -> Sequence[str]:
     return ()
 
 
+def _no_remarks(store: Store, num_bytes: int) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class Container:
     """A way to store tensors in files."""
@@ -38,12 +42,18 @@ class Container:
     suffixes: tuple[str, ...]  # of its data files
     find: Callable[[Listing], str]  # the files that show it, for messages; "": the folder is another container
     open_folder: Callable[[Listing], Catalog]
+    index_suffixes: tuple[str, ...] = ()  # of files that say what the data files have, JSON apart
     marks: Callable[[Collection[str]], Sequence[str]] = _no_marks  # of the names in a folder, what only it has
     replaceable: tuple[str, ...] = ()  # patterns of names: a folder with such a file may be replaced
     stands_alone: bool = False  # weights of another container beside it are an error, whatever transformers reads
     keeps_state: bool = False  # whole training states, each entry an item of its own: they can be resharded and resumed
     keeps_sections: bool = False  # tensors of an optimizer and other state can be among the weights
     has_checksums: bool = True  # each item carries a CRC32
+    has_parts_of_ranks: bool = False  # a file is one rank's part of one bare model; of what is unused, a part is listed
+    has_common_suffixes: bool = False  # other files have them too, so that its files may lie among any others
+    keeps_tokenizer_model: bool = False  # its readers open the tokenizer.model beside it
+    rules: str = ""  # of its files, which opening checks besides sizes and cover; for `titan verify`
+    index_remarks: Callable[[Store, int], list[str]] = _no_remarks  # harmless errors of an index; bytes of all tensors
     is_for_transformers: bool = False  # transformers chooses the files, and adds a LoRA adapter beside them
 
     def is_data(self, name: str) -> bool:

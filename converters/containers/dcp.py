@@ -95,6 +95,7 @@ DCP = Container(
     suffixes=(DATA_SUFFIX,),
     find=_find,
     open_folder=_open_folder,
+    index_suffixes=(DCP_METADATA,),  # a rank's, too
     marks=metadata_files,
     replaceable=(DCP_METADATA, f"*{DATA_SUFFIX}"),
     stands_alone=True,

@@ -355,4 +355,6 @@ META = Container(
     open_folder=_open_folder,
     marks=meta_shards,
     replaceable=(META_SHARD.format(index=0),),
+    has_parts_of_ranks=True,
+    keeps_tokenizer_model=True,
 )

@@ -1,5 +1,7 @@
 """The containers that checkpoints are opened from, in the order in which a folder is asked for them."""
 
+from collections.abc import Collection
+
 from converters.common.extensions import check_name, check_record
 from converters.common.names import MANIFEST
 from converters.containers.base import Container
@@ -21,6 +23,16 @@ def register(container: Container) -> None:
 def replaceable() -> tuple[str, ...]:
     """Patterns of names, one of which a folder must have to be replaced. Many projects have a config.json."""
     return (MANIFEST, *(pattern for container in CONTAINERS.values() for pattern in container.replaceable))
+
+
+def index_suffixes() -> tuple[str, ...]:
+    """The suffixes of files that say what files of weights have."""
+    return (".json", *(suffix for container in CONTAINERS.values() for suffix in container.index_suffixes))
+
+
+def has_state_marks(names: Collection[str]) -> bool:
+    """Whether a folder with these names has a training state, in a container that keeps whole ones."""
+    return any(container.marks(names) for container in CONTAINERS.values() if container.keeps_state)
 
 
 def weight_suffixes() -> tuple[str, ...]:

@@ -311,5 +311,7 @@ SAFETENSORS = Container(
     find=_find,
     open_folder=_open_folder,
     has_checksums=False,
+    rules="no hole, overlap or trailing byte",
+    index_remarks=index_remarks,
     is_for_transformers=True,
 )

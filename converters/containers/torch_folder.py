@@ -64,5 +64,6 @@ TORCH = Container(
     find=_find,
     open_folder=_open_folder,
     keeps_sections=True,
+    has_common_suffixes=True,
     is_for_transformers=True,
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from converters.common.errors import CheckpointError, TitanError
 from converters.containers import torch_file
-from converters.containers.registry import weight_suffixes
+from converters.containers.registry import CONTAINERS, weight_suffixes
 from converters.containers.sniff import first_bytes, is_zip
 from converters.conversion.execute import check_places, execute
 from converters.conversion.records import Execution, Plan, Run, no_small_files
@@ -32,10 +32,10 @@ class FolderDestination:
 
     def remarks(self, catalog: Catalog, info: ModelInfo) -> list[str]:
         """What happens to the files that are not weights, if a user should know. `info`: of the output."""
-        is_meta, tokenizer = catalog.container == "meta", ""
+        of_meta, tokenizer = CONTAINERS[catalog.container].keeps_tokenizer_model, ""
         if isinstance(info.args, DecoderArgs):
             vocab_size = info.args.vocab_size
-            tokenizer = tokenizer_remark(info.assets, to=self.format.name, vocab_size=vocab_size, of_meta=is_meta)
+            tokenizer = tokenizer_remark(info.assets, to=self.format.name, vocab_size=vocab_size, of_meta=of_meta)
         left_files = describe_left_files(catalog, info) if not catalog.is_lone_file else ""
         return [tokenizer, describe_tokenizer(info), *info.remarks, left_files]
 

@@ -15,8 +15,7 @@ from converters.common.names import (
     OPENAI_DTYPES,
     TORCH_INDEX,
 )
-from converters.containers.dcp import DCP
-from converters.containers.safetensors import SAFETENSORS
+from converters.containers.registry import CONTAINERS
 from converters.families.args import DecoderArgs
 from converters.model.model_info import ModelInfo
 from converters.quantized.quantized_tensors import QuantizedTensors
@@ -81,6 +80,7 @@ def describe_tokenizer(info: ModelInfo) -> str:
 def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
     """Files of the source's folder that are not in the output; "" if there are none. Hidden ones do not count."""
     holding = catalog.tensor_files
+    of_weights = [container for container in CONTAINERS.values() if not container.has_common_suffixes]
     carried = {path.absolute() for path in info.assets.values()}
     inside = [f"{ASSETS_FOLDER}/{name}" for name in names_at(catalog.location / ASSETS_FOLDER)]
     left = [
@@ -88,8 +88,7 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
         for name in sorted([*catalog.store.names(), *inside], key=lambda name: ("/" in name[:-1], name.rstrip("/")))
         if not (path := catalog.root / name).name.startswith(".")
         and path.name not in (*_READ, *holding, *(name.split("/")[0] for name in catalog.unread))
-        and not SAFETENSORS.is_data(name)
-        and not DCP.is_data(name)  # weights: the catalog's notes name them
+        and not any(container.is_data(name) for container in of_weights)  # the catalog's notes name them
         and path.absolute() not in carried
         and not any(path.absolute() in each.parents for each in carried)
     ]

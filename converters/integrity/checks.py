@@ -10,8 +10,8 @@ from converters.common.box import TensorSource
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError
 from converters.common.names import HF_CONFIG, MANIFEST
+from converters.containers.base import Container
 from converters.containers.registry import CONTAINERS
-from converters.containers.safetensors import index_remarks
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.engine.units import whole_row_units
 from converters.families.args import describe_size, num_layers
@@ -42,8 +42,8 @@ def check_structure(catalog: Catalog) -> Check:
         f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly",
         f"{len(files):,} files of the expected size" if len(files) > 1 else "1 file of the expected size",
     ]
-    if catalog.container == "safetensors":
-        parts.append("no hole, overlap or trailing byte")
+    if rules := CONTAINERS[catalog.container].rules:
+        parts.append(rules)
     if catalog.items:
         parts.append(f"{len(catalog.items):,} other entries")
     return Check("structure", "ok", "; ".join(parts))
@@ -56,14 +56,15 @@ def check_reading(catalog: Catalog) -> list[Check]:
 
 def check_container(catalog: Catalog, *, is_folder: bool) -> list[Check]:
     """The checks that only one container has."""
-    if catalog.container == "safetensors" and is_folder:
-        return _check_index(catalog)
-    return _check_gaps(catalog) if CONTAINERS[catalog.container].keeps_state else []
+    container = CONTAINERS[catalog.container]
+    if container.keeps_state:
+        return _check_gaps(catalog)
+    return _check_index(catalog, container) if is_folder else []
 
 
-def _check_index(catalog: Catalog) -> list[Check]:
+def _check_index(catalog: Catalog, container: Container) -> list[Check]:
     """A warning for oddities of the index that opening accepts."""
-    remarks = index_remarks(catalog.store, sum(entry.num_bytes for entry in catalog.tensors.values()))
+    remarks = container.index_remarks(catalog.store, sum(entry.num_bytes for entry in catalog.tensors.values()))
     return [Check("index", "warning", "all tensors are where the index says, but", tuple(remarks))] if remarks else []
 
 

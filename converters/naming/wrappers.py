@@ -25,8 +25,6 @@ def unwrap_modules(catalog: Catalog) -> Catalog:
 
     Raises CheckpointError if two entries would have one name.
     """
-    if catalog.container == "meta":
-        return catalog
     if flat := [name for name in catalog.tensors if name.endswith("_flat_param")]:
         raise UnsupportedError(
             f"{catalog.place}: FSDP's flattened parameters, which only the same wrapping can split:"
@@ -45,8 +43,6 @@ def unwrap_outer(catalog: Catalog) -> Catalog:
     One is removed only if the names then are those of a known model and were not before. Raises CheckpointError
     if two entries would have one name.
     """
-    if catalog.container == "meta":
-        return catalog
     for _ in range(_MOST_OUTER):
         if not (prefix := _outer_prefix(catalog)):
             break

@@ -7,6 +7,7 @@ from typing import Any
 
 from converters.common.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
 from converters.common.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
+from converters.containers.registry import CONTAINERS
 from converters.families.args import computed_numbers, defining_numbers
 from converters.families.registry import as_hf_config, get_family
 from converters.model.hf_fields import COSMETIC
@@ -43,7 +44,7 @@ def find_model_info(
     if model_file is None:
         supplied = _without_documents(read_model_info(folder, weights), folder)
         assets: dict[str, Path] = {}
-        if catalog.container != "torch":  # a torch file may be in any folder, among other files
+        if not CONTAINERS[catalog.container].has_common_suffixes:  # the file may be in any folder, among other files
             assets = find_assets(catalog.root)
             refuse_links_out(catalog.root, assets.values())
         info = replace(supplied, assets=assets | find_documents(catalog.root), token_ids={}, stated_dtype="")

@@ -135,7 +135,7 @@ def _find_places(catalog: Catalog) -> list[str]:
 
     A model of a known family has layers and an embedding or output: an encoder of images beside a text model has not.
     """
-    if catalog.container == "meta":
+    if CONTAINERS[catalog.container].has_parts_of_ranks:
         return []
     names = _KnownNames()
     layers: dict[str, None] = {}

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.common.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
 from converters.containers.dcp import DCP
+from converters.containers.registry import has_state_marks
 from converters.containers.safetensors import is_of_series, is_shard
 from converters.containers.torch_folder import open_file
 from converters.model.model_info import MODEL_FILES, describes_model
@@ -90,7 +91,7 @@ def _checkpoints_inside(path: Location, *, depth: int = 3) -> list[Location]:
         names = names_at(folder)
         if folder.name.startswith(("optim", ".")) or ".incomplete" in names:
             continue
-        if DCP.marks(names) or any(name in HF_ENTRIES or is_shard(name) for name in names):
+        if has_state_marks(names) or any(name in HF_ENTRIES or is_shard(name) for name in names):
             checkpoints.append(folder)
         elif depth > 1:
             checkpoints += _checkpoints_inside(folder, depth=depth - 1)
@@ -101,7 +102,7 @@ def _checkpoints_inside(path: Location, *, depth: int = 3) -> list[Location]:
 
 def _is_complete(names: Collection[str]) -> bool:
     """Whether a step has what is written last; torchtitan's last step may be a Hugging Face folder."""
-    return bool(DCP.marks(names)) or not set(HF_ENTRIES).isdisjoint(names)
+    return has_state_marks(names) or not set(HF_ENTRIES).isdisjoint(names)
 
 
 def _numbers(place: Location) -> list[int]:
@@ -143,7 +144,7 @@ def _is_run(path: Location) -> bool:
             if folder.endswith("/")
             for name in names_at(path / folder)
         )
-        return any(step_of(step.name) is not None and bool(DCP.marks(names_at(step))) for step in steps)
+        return any(step_of(step.name) is not None and has_state_marks(names_at(step)) for step in steps)
     except OSError:
         return False
 

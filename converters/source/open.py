@@ -7,9 +7,9 @@ from pathlib import Path
 
 from converters.common.collector import collector_paused
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import ASSETS_FOLDER, DCP_METADATA, HF_CONFIG, MANIFEST
+from converters.common.names import ASSETS_FOLDER, HF_CONFIG, MANIFEST
 from converters.containers.base import Listing
-from converters.containers.registry import CONTAINERS, weight_suffixes
+from converters.containers.registry import CONTAINERS, index_suffixes, weight_suffixes
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.model.model_info import MODEL_FILES
 from converters.naming.wrappers import unwrap_modules, unwrap_outer
@@ -88,7 +88,8 @@ def _open(store: Store, file: str, select: str | None, *, against_manifest: bool
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
     _refuse_unprintable_names(catalog)
     # What titan wrote has the model's own names; after --accept the manifest lists the names without wrappers.
-    may_be_wrapped = manifest is None or manifest.accepted
+    is_titans = manifest is not None and not manifest.accepted
+    may_be_wrapped = not is_titans and not CONTAINERS[catalog.container].has_parts_of_ranks
     if may_be_wrapped:
         catalog = unwrap_modules(catalog)
     catalog = choose_model(catalog, select, otherwise=ROOT if manifest and manifest.selected else None)
@@ -152,7 +153,7 @@ def _names_in(store: Store, folder: str) -> list[str]:
 def _open_folder(store: Store) -> Catalog:
     root, path = store.local(), store.location
     # before any file is opened
-    read = (*weight_suffixes(), ".json", DCP_METADATA)
+    read = (*weight_suffixes(), *index_suffixes())
     refuse_links_out(root, [p for p in linked_files(root) if p.name.endswith(read)])
     names = {*store.names()}
     if not names:

@@ -8,7 +8,7 @@ from pathlib import Path
 from converters.common.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.common.names import HF_CONFIG, HF_INDEX, HF_SINGLE, META_SHARD, TORCH_INDEX, TORCH_SINGLE
 from converters.containers.registry import CONTAINERS
-from converters.containers.safetensors import read_indexed
+from converters.containers.safetensors import SAFETENSORS, read_indexed
 from converters.containers.torch_folder import TORCH_SUFFIXES, read_file
 from converters.store.base import Store
 from converters.store.json_file import read_json
@@ -100,7 +100,7 @@ def _is_part(name: str, whole: str) -> bool:
 
 def refuse_other_torch_files(catalog: Catalog, names: Collection[str]) -> None:
     """Raise CheckpointError if pytorch_model.bin beside safetensors is another model: other shapes or layers."""
-    if catalog.container != "safetensors" or _named_weights(catalog.store) is not None:
+    if catalog.container != SAFETENSORS.name or _named_weights(catalog.store) is not None:
         return
     try:
         if TORCH_INDEX in names and TORCH_SINGLE not in names:
@@ -156,7 +156,7 @@ def name_unread(catalog: Catalog, names: Collection[str], *, entry: str) -> dict
     unread = dict.fromkeys(_fold_series(unnamed), reason)
     inside = catalog.store.names("original") if "original/" in names else []
     originals = [name for name in inside if name.startswith(META_SHARD.format(index=0)[:-6])]
-    if originals and catalog.container != "meta":
+    if originals and not CONTAINERS[catalog.container].marks(originals):
         unread["original/" + originals[0] + (f" and {len(originals) - 1} more" if originals[1:] else "")] = reason
     return unread
 

@@ -57,8 +57,7 @@ class NativeWeights:
     def notes(self) -> list[str]:
         """On files and tensors that are not read, and on codes."""
         mtp = f"layers for multi-token prediction are not read: {self.num_mtp_layers}"
-        # of Meta's shards the catalog has one rank's part
-        sizes = {} if self.catalog.container == "meta" else self.catalog.tensors
+        sizes = {} if CONTAINERS[self.catalog.container].has_parts_of_ranks else self.catalog.tensors
         media = unread_remark(self.source.ledger.dropped, sizes)
         unread = [*([mtp] if self.num_mtp_layers else []), *([media] if media else [])]
         return [*self.catalog.notes, *unread, *self.notes_on_codes]
