@@ -1,6 +1,6 @@
 """Verify a checkpoint: structure, cover, names and shapes, CRC32s, digests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from converters.common.errors import CheckpointError, UnsupportedError
@@ -25,7 +25,7 @@ from converters.source.models_inside import ROOT
 from converters.source.open import open_checkpoint, require_exists
 from converters.store.base import open_store
 from converters.store.location import Location, Place, locate
-from converters.store.manifest import Manifest, check_files, read_manifest
+from converters.store.manifest import Manifest, check_files, file_problems, read_manifest, with_names
 from converters.store.paths import refuse_links_out
 from converters.views.catalog import Catalog
 
@@ -104,11 +104,11 @@ def _compare(
 ) -> tuple[list[Check], dict[str, int]]:
     """Compare files and values with the manifest: checks, and the number of NaN or infinite values by tensor."""
     manifest = _manifest_for(catalog)
-    files = _check_files(catalog, manifest, quick=quick)
+    files, changed_files = _check_files(catalog, manifest, quick=quick)
     if quick:
         return [files, Check("values", "not done", "no tensor was read (--quick)")], {}
     if files.outcome == "failed":
-        return [files, _check_damaged(catalog, manifest, files, rules)], {}
+        return [files, _check_damaged(catalog, manifest, changed_files, rules)], {}
     with progress(catalog.num_bytes, "reading") as advance:
         values, non_finite = _check_values(catalog, manifest, rules, advance)
     return [files, values], non_finite
@@ -134,9 +134,8 @@ def _check_unopened(path: Location, *, quick: bool) -> list[Check]:
         return []
 
 
-def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, rules: DigestRules) -> Check:
+def _check_damaged(catalog: Catalog, manifest: Manifest | None, damaged: Collection[str], rules: DigestRules) -> Check:
     """Find the damaged tensors in files that have changed, by their digests. Other files are not read."""
-    damaged = {problem.split(": ")[0] for problem in files.problems}
     inside = {n: t for n, t in catalog.tensors.items() if any(chunk.file in damaged for chunk in t.chunks)}
     if rules.quantized:  # a weight is read with its scales, which may be in another file, and the other way round
         weights = {*inside, *(weight for name, weight in rules.quantized.scales.items() if name in inside)}
@@ -160,21 +159,27 @@ def _manifest_for(catalog: Catalog) -> Manifest | None:
     return manifest if catalog.file in manifest.files and catalog.tensors.keys() <= manifest.tensors.keys() else None
 
 
-def _check_files(catalog: Catalog, manifest: Manifest | None, *, quick: bool) -> Check:
-    """Compare every byte with the manifest; without one, with the hub's checksums, or the container's CRC32s."""
-    if manifest is not None:
-        if quick:
-            small = sorted(manifest.files.keys() - catalog.tensor_files)
-            detail = (
-                f"sizes of {len(manifest.files)} files against {MANIFEST}, CRC32 of the {len(small)} without tensors"
-            )
-            return judge("files", detail, check_files(catalog.store, small, manifest=manifest))
-        if catalog.is_lone_file:
-            problems = check_files(catalog.store, [catalog.file], manifest=manifest)
-            return judge("files", f"{catalog.file} against size and CRC32 in {MANIFEST}", problems)
-        problems = check_files(catalog.store, manifest=manifest)
+def _check_files(catalog: Catalog, manifest: Manifest | None, *, quick: bool) -> tuple[Check, Collection[str]]:
+    """Compare every byte with the manifest; also returns the names of the files that differ from it.
+
+    Without a manifest, compare with the hub's checksums, or the container's CRC32s.
+    """
+    if manifest is None:
+        return _check_without_manifest(catalog, quick=quick), ()
+    names: list[str] | None = None
+    if quick:
+        names = sorted(manifest.files.keys() - catalog.tensor_files)
+        detail = f"sizes of {len(manifest.files)} files against {MANIFEST}, CRC32 of the {len(names)} without tensors"
+    elif catalog.is_lone_file:
+        names, detail = [catalog.file], f"{catalog.file} against size and CRC32 in {MANIFEST}"
+    else:
         detail = f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}"
-        return judge("files", detail + (", rewritten by --accept" if manifest.accepted else ""), problems)
+        detail += ", rewritten by --accept" if manifest.accepted else ""
+    problems = file_problems(catalog.store, names, manifest=manifest)
+    return judge("files", detail, with_names(problems)), problems
+
+
+def _check_without_manifest(catalog: Catalog, *, quick: bool) -> Check:
     if downloaded := [] if quick else check_downloaded(catalog.root, [catalog.file] if catalog.is_lone_file else None):
         return downloaded[0]
     if not CONTAINERS[catalog.container].has_checksums:

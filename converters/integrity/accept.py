@@ -25,7 +25,7 @@ from converters.store.manifest import (
     Manifest,
     OtherVersion,
     TensorSum,
-    check_files,
+    file_problems,
     files_to_keep,
     in_threads,
     read_manifest,
@@ -33,7 +33,7 @@ from converters.store.manifest import (
 )
 from converters.store.output import write_manifest
 from converters.store.outputs import run_outputs_at
-from converters.store.paths import NotAFile, refuse_links_out
+from converters.store.paths import NotAFile, checked_file_name, refuse_links_out
 from converters.views.catalog import Catalog
 
 _READ_AS_JSON = {
@@ -97,7 +97,7 @@ def accept_changes(
     old, files, values = folder.manifest, dict[str, str](), dict[str, str]()
     checks = [Check("manifest", "warning", "nothing could be compared with the old one", (folder.unreadable,))]
     if not folder.unreadable:
-        files = dict(problem.split(": ", 1) for problem in check_files(folder.store, manifest=old))
+        files = file_problems(folder.store, manifest=old)
         values = changed_tensors(old.tensors, tensors)
         for fqn in old.tensors.keys() & tensors.keys():
             if not old.tensors[fqn].digest and any(chunk.file in files for chunk in catalog.tensors[fqn].chunks):
@@ -132,6 +132,8 @@ def _states(store: Store) -> tuple[dict[str, int], dict[str, tuple[str | int, ..
     """Size and identity of every file that a manifest lists."""
     names, folder = files_to_keep(store), store.local()
     refuse_links_out(folder, [folder / name for name in names])
+    for part in (part for name in names for part in name.split("/")):
+        checked_file_name(part, what=f"{MANIFEST} of {store.location}")
     sizes, odd = dict[str, int](), list[str]()
     for name in names:
         try:

@@ -170,8 +170,8 @@ def check_sizes(place: Path | Store) -> Manifest | None:
     if manifest is not None and (broken := _size_problems(store, manifest, manifest.files)):
         small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
         refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
-        problems = [*broken.values(), *check_files(store, small, manifest=manifest), *_added_files(store, manifest)]
-        raise changed_since(store.location, problems)
+        problems = broken | file_problems(store, small, manifest=manifest) | _added_files(store, manifest)
+        raise changed_since(store.location, with_names(problems))
     return manifest
 
 
@@ -199,6 +199,11 @@ def _store_of(place: Path | Store) -> Store:
     return FolderStore(place) if isinstance(place, Path) else place
 
 
+def with_names(problems: Mapping[str, str]) -> list[str]:
+    """Problems by file as lines."""
+    return [f"{name}: {problem}" for name, problem in problems.items()]
+
+
 def check_files(
     place: Path | Store,
     names: Iterable[str] | None = None,
@@ -206,7 +211,18 @@ def check_files(
     manifest: Manifest | None = None,
     do_all: DoAll = in_threads,
 ) -> list[str]:
-    """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well.
+    """The lines of `file_problems`."""
+    return with_names(file_problems(place, names, manifest=manifest, do_all=do_all))
+
+
+def file_problems(
+    place: Path | Store,
+    names: Iterable[str] | None = None,
+    *,
+    manifest: Manifest | None = None,
+    do_all: DoAll = in_threads,
+) -> dict[str, str]:
+    """Read the files of the manifest (or just `names`) and return what is wrong by file; {} when all is well.
 
     `manifest`: the folder's, if it has been read already. `do_all` does the reading, a part of a file with each
     call: processes may share it.
@@ -217,7 +233,7 @@ def check_files(
         raise CheckpointError(f"{store.location}: has no {MANIFEST}, so there is nothing to compare its files with")
     wanted = list(manifest.files if names is None else names)
     broken = _size_problems(store, manifest, wanted)
-    problems = list(broken.values())
+    problems = dict(broken)
     whole = [name for name in wanted if name not in broken]
     parts = [(name, start) for name in whole for start in range(0, manifest.files[name].size or 1, _PART_BYTES)]
     sums = dict.fromkeys(whole, 0)
@@ -226,12 +242,12 @@ def check_files(
         sums[name] = join_crc32(sums[name], part.crc32, part.size)
     for name in whole:
         if sums[name] != manifest.files[name].crc32:
-            problems.append(f"{name}: its bytes have changed (CRC32)")
-    return problems if names is not None else problems + _added_files(store, manifest)
+            problems[name] = "its bytes have changed (CRC32)"
+    return problems if names is not None else problems | _added_files(store, manifest)
 
 
-def _added_files(store: Store, manifest: Manifest) -> list[str]:
-    return [f"{name}: not in the manifest" for name in files_to_keep(store) if name not in manifest.files]
+def _added_files(store: Store, manifest: Manifest) -> dict[str, str]:
+    return {name: "not in the manifest" for name in files_to_keep(store) if name not in manifest.files}
 
 
 def is_kept(name: str) -> bool:
@@ -276,8 +292,8 @@ def _size_problems(store: Store, manifest: Manifest, names: Iterable[str]) -> di
         try:
             size = store.size(name)
         except NotAFile as error:  # reading a pipe or a device would not end
-            problems[name] = f"{name}: {error.reason}"
+            problems[name] = str(error.reason)
             continue
         if size != manifest.files[name].size:
-            problems[name] = f"{name}: {size:,} bytes instead of {manifest.files[name].size:,}"
+            problems[name] = f"{size:,} bytes instead of {manifest.files[name].size:,}"
     return problems

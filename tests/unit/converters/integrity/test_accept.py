@@ -56,6 +56,15 @@ def is_accepted(folder, *, files, tensors):
     assert again.ok and (again.changes.files, again.changes.tensors) == ({}, {}) and "was not changed" in again.verdict
 
 
+def test_a_file_that_a_manifest_may_not_list_is_refused(copy):
+    folder = copy("hf")
+    before = (folder / MANIFEST).read_bytes()
+    (folder / "notes: a.txt").write_text("one")
+    with pytest.raises(CheckpointError, match="titan_manifest.json of .* names the file 'notes: a.txt'"):
+        accept(folder)
+    assert (folder / MANIFEST).read_bytes() == before
+
+
 def is_refused(folder, check, output):
     before = (folder / MANIFEST).read_bytes()
     report = accept(folder)
