@@ -11,6 +11,7 @@ from converters.containers.safetensors import SAFETENSORS
 from converters.containers.torch_folder import TORCH
 
 CONTAINERS: dict[str, Container] = {c.name: c for c in (DCP, SAFETENSORS, TORCH, META)}
+_BUILT_IN = frozenset(CONTAINERS)
 
 
 def register(container: Container) -> None:
@@ -33,6 +34,11 @@ def index_suffixes() -> tuple[str, ...]:
 def has_state_marks(names: Collection[str]) -> bool:
     """Whether a folder with these names has a training state, in a container that keeps whole ones."""
     return any(container.marks(names) for container in CONTAINERS.values() if container.keeps_state)
+
+
+def registered() -> dict[str, Container]:
+    """The containers that are not built in."""
+    return {name: container for name, container in CONTAINERS.items() if name not in _BUILT_IN}
 
 
 def weight_suffixes() -> tuple[str, ...]:

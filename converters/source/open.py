@@ -9,7 +9,7 @@ from converters.common.collector import collector_paused
 from converters.common.errors import CheckpointError, list_offenders
 from converters.common.names import ASSETS_FOLDER, HF_CONFIG, MANIFEST
 from converters.containers.base import Listing
-from converters.containers.registry import CONTAINERS, index_suffixes, weight_suffixes
+from converters.containers.registry import CONTAINERS, index_suffixes, registered, weight_suffixes
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.model.model_info import MODEL_FILES
 from converters.naming.wrappers import unwrap_modules, unwrap_outer
@@ -158,11 +158,16 @@ def _open_folder(store: Store) -> Catalog:
     names = {*store.names()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save interrupted?")
-    if problem := foreign_folder(path, names):
+    # A folder of another tool is one that no built-in container reads whole; a registered one may
+    problem, added = foreign_folder(path, names), registered()
+    if problem and not added:
         raise problem
     files = _listing(store, names)
+    asked = added if problem else CONTAINERS
+    containers = {name: by for name, container in asked.items() if (by := container.find(files))}
+    if problem and not containers:
+        raise problem
     refuse_mixtures(store, names, files.entry)
-    containers = {name: by for name, container in CONTAINERS.items() if (by := container.find(files))}
     if not containers:
         raise _no_weights(files)
     is_chosen = files.entry and HF_CONFIG in names  # by transformers' order

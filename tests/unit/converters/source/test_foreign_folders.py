@@ -13,9 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.common.box import Box
 from converters.common.errors import TitanError
+from converters.containers.base import Container, Listing
+from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
 from converters.source.open import open_checkpoint
 from converters.source.weights import native_weights
+from converters.verify import verify
+from converters.views.catalog import Catalog, Chunk, TensorEntry
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -260,3 +264,32 @@ def test_storages_with_numbers_for_names_as_litgpt_writes(tmp_path):
     catalog = open_checkpoint(path)
     with CatalogReader(catalog) as reader:
         assert reader.read("lm_head.weight", Box.whole((6,))).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_container_from_outside_is_asked_before_the_tools_name_is_told(is_found, tmp_path, monkeypatch):
+    names("metadata.pkl", "model_0.pt")(tmp_path)
+    (tmp_path / "model_0.pt").write_bytes(torch.arange(4.0).numpy().tobytes())
+
+    def open_folder(files: Listing) -> Catalog:
+        chunk = Chunk(Box.whole((4,)), "model_0.pt", 0, (1,))
+        return Catalog(files.store, "of_ranks", {"w": TensorEntry("w", "float32", (4,), (chunk,))})
+
+    container = Container(
+        name="of_ranks",
+        called="files of ranks",
+        title="Files of ranks",
+        suffixes=(".pt",),
+        find=lambda files: "metadata.pkl" if is_found else "",
+        open_folder=open_folder,
+        keeps_state=True,  # its chunks are located, in no items
+    )
+    monkeypatch.setitem(CONTAINERS, "of_ranks", container)
+    if not is_found:
+        with pytest.raises(TitanError, match="torch_checkpointing"):
+            open_checkpoint(tmp_path)
+        return
+    with CatalogReader(open_checkpoint(tmp_path)) as reader:
+        assert reader.read("w", Box.whole((4,))).tolist() == [0, 1, 2, 3]
+    statuses = {check.name: check.outcome for check in verify(tmp_path).checks}
+    assert statuses["structure"] == "ok" and "failed" not in statuses.values(), statuses
