@@ -146,12 +146,13 @@ def reshard(request: ReshardRequest, run: Run = RUN) -> ReshardReport:
 
 
 def _open(request: ReshardRequest) -> _Source:
-    """Open the source. Raises TitanError if it is not DCP, or if its sections or its model do not fit the request."""
+    """Open the source. Raises TitanError if it, its sections or its model do not fit the request."""
     src, drop = request.src, request.drop
     catalog = open_checkpoint(src, select=request.select)
-    if not CONTAINERS[catalog.container].keeps_state:
+    container = CONTAINERS[catalog.container]
+    if not container.keeps_state:
         raise CheckpointError(
-            f"{src} is not a DCP checkpoint, so it has no layout to change",
+            f"{src} is {container.called}, which has no layout to change",
             tries=[f"titan convert auto {src} {request.dst} --to dcp --for-mesh MESH"],
         )
     training = with_titan_sections(catalog, drop=drop)

@@ -183,7 +183,7 @@ def _check_without_manifest(catalog: Catalog, *, quick: bool) -> Check:
     if downloaded := [] if quick else check_downloaded(catalog.root, [catalog.file] if catalog.is_lone_file else None):
         return downloaded[0]
     if not CONTAINERS[catalog.container].has_checksums:
-        return Check("files", "not possible", f"safetensors carries no checksums, and there is no {MANIFEST}")
+        return Check("files", "not possible", f"{catalog.container} carries no checksums, and there is no {MANIFEST}")
     if quick:
         return Check("files", "not done", "no item was compared with its CRC32 (--quick)")
     return check_items(catalog)

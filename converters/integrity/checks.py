@@ -56,10 +56,8 @@ def check_reading(catalog: Catalog) -> list[Check]:
 
 def check_container(catalog: Catalog, *, is_folder: bool) -> list[Check]:
     """The checks that only one container has."""
-    container = CONTAINERS[catalog.container]
-    if container.keeps_state:
-        return _check_gaps(catalog)
-    return _check_index(catalog, container) if is_folder else []
+    index = _check_index(catalog, CONTAINERS[catalog.container]) if is_folder else []
+    return [*_check_gaps(catalog), *index]
 
 
 def _check_index(catalog: Catalog, container: Container) -> list[Check]:
@@ -69,17 +67,20 @@ def _check_index(catalog: Catalog, container: Container) -> list[Check]:
 
 
 def _check_gaps(catalog: Catalog) -> list[Check]:
-    """A warning for bytes of DCP files that belong to no item, or to two."""
+    """A warning for bytes that belong to no item, or to two, in files of which all data is in items, as in DCP."""
     extents: dict[str, set[tuple[int, int]]] = {}
+    in_no_item = set()
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
-            assert chunk.item is not None
-            extents.setdefault(chunk.file, set()).add(chunk.item)
+            if chunk.item is None:
+                in_no_item.add(chunk.file)
+            else:
+                extents.setdefault(chunk.file, set()).add(chunk.item)
     for item in catalog.items.values():
         extents.setdefault(item.file, set()).add((item.byte_offset, item.length))
     remarks = []
-    for file, items in extents.items():
-        size, used = catalog.store.size(file), sum(length for _, length in items)
+    for file in sorted(extents.keys() - in_no_item):
+        size, used = catalog.store.size(file), sum(length for _, length in extents[file])
         if size != used:
             remarks.append(f"{file}: {size:,} bytes, of which its items take {used:,}")
     return (
@@ -156,7 +157,7 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
                 problems += reader.record_problems(fqn)
                 absent = sum(_carries_none(reader, fqn, chunk) for chunk in chunks)
             except UnsupportedError as error:  # not damaged: its bytes are compared, and not understood
-                if not CONTAINERS[catalog.container].keeps_state:
+                if any(chunk.item is None for chunk in catalog.tensors[fqn].chunks):
                     problems.append(error.message)
                     continue
                 problems += reader.unread_problems(fqn)

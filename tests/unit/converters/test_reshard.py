@@ -194,7 +194,7 @@ def test_what_is_refused(step, tmp_path):
     with pytest.raises(CheckpointError, match="is the source itself"):
         reshard(step, step)
     write_llama(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="is not a DCP checkpoint"):
+    with pytest.raises(CheckpointError, match="is a Hugging Face checkpoint .*, which has no layout"):
         reshard(tmp_path / "hf", tmp_path / "out")
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     (tmp_path / "dcp" / "titan_manifest.json").unlink()

@@ -203,7 +203,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
             "cannot be combined with --for-mesh",
         ),
         (["convert", "hf-to-dcp", "hf"], "Missing argument"),
-        (["reshard", "hf", "out"], "is not a DCP checkpoint"),
+        (["reshard", "hf", "out"], "which has no layout to change"),
         (["reshard", "hf", "out", "--for-mesh", "tp=2", "--num-files", "3"], "cannot be combined"),
         (["diff", "hf", "nowhere"], "no such file"),
         (["inspect", "hf/config.json"], "config.json"),
