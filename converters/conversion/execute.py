@@ -19,7 +19,7 @@ from converters.store.journal import Journal
 from converters.store.location import Place, locate
 from converters.store.manifest import TensorSum
 from converters.store.output import RESUME_HINT, Output, can_resume, write_file, write_manifest
-from converters.store.outputs import outputs_at
+from converters.store.outputs import checked_claim, outputs_at
 
 
 def check_places(src: Place, dst: Place, *, overwrite: bool) -> None:
@@ -52,6 +52,7 @@ def execute(dst: Place, plan: Plan, run: Run, *, is_file: bool = False) -> Execu
     )
     try:
         with claim as claimed, _hinting(resume=run.resume):
+            checked_claim(claimed, location)
             copied, other_files = _write(claimed.output, plan, run, claimed.journal if fingerprint else None)
             for reader in plan.readers:  # last: nothing is read after this
                 reader.check_unchanged()

@@ -32,7 +32,7 @@ from converters.store.manifest import (
     sum_range,
 )
 from converters.store.output import write_manifest
-from converters.store.outputs import run_outputs_at
+from converters.store.outputs import checked, run_outputs_at
 from converters.store.paths import NotAFile, checked_file_name, refuse_links_out
 from converters.views.catalog import Catalog
 
@@ -111,7 +111,7 @@ def accept_changes(
         changed_files = {name: size for name, size in folder.sizes.items() if name not in same}
         sums = in_threads([partial(sum_range, folder.store, name, 0, size) for name, size in changed_files.items()])
         location = folder.store.location
-        output = run_outputs_at(location).existing(location)
+        output = checked(run_outputs_at(location).existing(location), location)
         if _states(folder.store) != (folder.sizes, folder.identities):
             raise CheckpointError(
                 f"{location}: files changed while they were being checked", hint=f"{MANIFEST} was not changed"

@@ -1,11 +1,11 @@
 """Who makes the outputs of a location: of a path, the folder's; of a URI, what is registered for its scheme."""
 
 from converters.common.errors import CheckpointError, UnsupportedError
-from converters.common.extensions import check_name, check_protocol
+from converters.common.extensions import check_attributes, check_name, check_protocol
 from converters.common.sizes import format_bytes
 from converters.store.folder_output import FolderOutputs
 from converters.store.location import SCHEME, Location
-from converters.store.output import Outputs, RunOutputs
+from converters.store.output import Claimed, Output, Outputs, RunOutputs
 
 _OUTPUTS: dict[str, Outputs] = {}
 
@@ -55,3 +55,18 @@ def run_outputs_at(location: Location) -> RunOutputs:
             hint="what is registered for it has none of the other methods of RunOutputs (converters.api)",
         )
     return outputs
+
+
+def checked(output: Output, location: Location) -> Output:
+    """The output. Raises ExtensionError if it lacks what is called of it, before anything is written."""
+    if location.scheme:
+        check_protocol(output, Output, f"the output of {location.scheme}://")
+    return output
+
+
+def checked_claim(claimed: Claimed, location: Location) -> Claimed:
+    """What `Outputs.claim` gives, likewise."""
+    if location.scheme:
+        check_attributes(claimed, ("output", "journal", "remarks"), f"what claims {location.scheme}://")
+        checked(claimed.output, location)
+    return claimed

@@ -29,7 +29,7 @@ from converters.store.digest import TensorDigest, has_whole_rows
 from converters.store.location import Location, Place, locate
 from converters.store.manifest import TensorSum
 from converters.store.output import Output, write_manifest
-from converters.store.outputs import run_outputs_at
+from converters.store.outputs import checked, run_outputs_at
 from converters.tokenizers.assets import write_assets
 from converters.views.catalog import Catalog, TensorEntry
 from converters.views.cover import overlap, require_cover
@@ -84,7 +84,7 @@ def write_step(
     location = locate(destination)
     outputs = run_outputs_at(location)
     identifier = on_first(group, lambda: outputs.prepare(location))
-    output = outputs.shared(location, identifier, marker=DCP_METADATA)
+    output = checked(outputs.shared(location, identifier, marker=DCP_METADATA), location)
     try:
         writer = CheckpointWriter(output, rank=group.rank())
         try:

@@ -11,6 +11,7 @@ import torch
 
 from converters.api import (
     Location,
+    convert,
     register_container,
     register_family,
     register_format,
@@ -25,7 +26,8 @@ from converters.families import registry as families
 from converters.families.llama3 import LLAMA3
 from converters.formats.torch import TORCH
 from converters.store import base, outputs
-from tests.pretend_store import PretendOutputs
+from tests.models.llama import write as write_llama
+from tests.pretend_store import ROOT, PretendOutput, PretendOutputs
 from trainer.api import register_model, register_section
 from trainer.config.sections import Compile
 from trainer.data import datasets
@@ -242,6 +244,17 @@ def test_what_an_opener_returns_is_checked_when_a_location_is_opened(monkeypatch
     register_store("mine", lambda location: opened)
     with pytest.raises(ExtensionError, match=said):
         base.open_store(Location("mine://bucket"))
+
+
+def test_an_output_is_checked_before_anything_is_written(monkeypatch, tmp_path):
+    monkeypatch.setenv(ROOT, str(tmp_path / "store"))
+    write_llama(tmp_path / "hf")
+    monkeypatch.delattr(PretendOutput, "add_small_files")
+    monkeypatch.setattr(PretendOutput, "create", None)
+    with pytest.raises(ExtensionError, match=r"pretend_store.py:\d+: the output of pretend:// has no add_small_files"):
+        convert(tmp_path / "hf", "pretend://bucket/out", to="dcp")
+    with pytest.raises(ExtensionError, match="what claims mine:// has no journal and no remarks"):
+        outputs.checked_claim(SimpleNamespace(output=None), Location("mine://bucket/out"))
 
 
 def test_outputs_are_those_of_a_run_whole_or_not_at_all(monkeypatch):
