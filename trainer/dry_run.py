@@ -262,7 +262,12 @@ def _one_step(
     training = job.config.training
     passes = _RepeatedPasses(count, (job.num_accumulated - 1, 1) if job.num_accumulated > 1 else (1,))
     step = TrainStep(
-        model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size, observer=passes
+        model,
+        meshes,
+        max_norm=training.max_norm,
+        local_batch_size=training.local_batch_size,
+        num_batches=len(passes.times),
+        observer=passes,
     )
     model.follow(optimizer)
     with count.repeated(0):

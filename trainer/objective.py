@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from converters.common.extensions import ExtensionError, check_record
+from converters.common.extensions import ExtensionError, check_attributes, check_protocol, check_record
 from trainer.config.load import origins
 from trainer.config.sections import Config
 from trainer.config.show import toml_text
@@ -132,6 +132,16 @@ def check_objective(objective: Objective, family: str) -> None:
         raise ExtensionError(f"{what}: unit = {objective.unit!r} is not a word, which names of metrics begin with")
     if "pp" in objective.axes and objective.stage_shapes is None:
         raise ExtensionError(f"{what}: the axis pp needs `stage_shapes`, the shapes of what pipeline stages pass on")
+
+
+def check_data(data: Data, objective: Objective) -> None:
+    """Raise ExtensionError unless `open_data` has returned what the loop, resuming and validation call."""
+    what, made_by = "the Data that `open_data` returns", objective.open_data
+    check_attributes(data, ("loader", "held_out"), what, made_by=made_by)
+    check_protocol(data.loader, Loader, f"the loader of {what}")
+    check_attributes(data.loader, ("__iter__",), f"the loader of {what}")
+    if data.held_out is not None:
+        check_record(data.held_out, HeldOut, f"`held_out` of {what}")
 
 
 def support_problems(objective: Objective, job: Job) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from converters.common.extensions import ExtensionError, check_protocol, where_defined
 from trainer.batch import Batch
 from trainer.optim.clip import GradientClip
 from trainer.optim.expert_balance import ExpertBalance, ExpertLoad
@@ -113,10 +114,14 @@ class TrainStep:
         *,
         max_norm: float,
         local_batch_size: int,
+        num_batches: int | None = None,
         observer: StepObserver | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ):
-        """`stop_requested` is called late in each step; if a rank returns True, the StepResult of all says so."""
+        """`num_batches`: of a step, accumulated by each rank; None: not checked.
+
+        `stop_requested` is called late in each step; if a rank returns True, the StepResult of all says so.
+        """
         parameters, dims = model.named_parameters().values(), meshes.dims
         self._model = model
         self._observer: StepObserver = observer or NoObserver()
@@ -125,7 +130,8 @@ class TrainStep:
         self._inputs_on = meshes.device_type  # under CPU offload not the parameters' device
         self._batch_group = meshes["batch"].get_group()
         self._tp = dims.tp
-        self._local_batch_size = local_batch_size
+        self._local_batch_size, self._num_batches = local_batch_size, num_batches
+        self._checked_batch: type | None = None
         self.balance = ExpertBalance.of(model, device=self._inputs_on)
         ranks_per_stage = dims.world_size // dims.pp
         self.clip = GradientClip(
@@ -154,6 +160,7 @@ class TrainStep:
 
     def compute_gradients(self, samples: Batch) -> Verdict:
         """Forward and backward of all accumulated batches, then clipping. Parameters are not updated."""
+        self._check_batch(samples)
         # Needed before the first backward: dividing later would clip gradients that are thousands of times too large,
         # and a mean of the batches' means would weigh their units unequally. It stays on the device, and `full` fills
         # in place: the host would have to wait for it, and for a copy.
@@ -192,6 +199,21 @@ class TrainStep:
             balance=self.balance,
             counts_LE=None if counts_LE is None else sums[2:].view_as(counts_LE),
         )
+
+    def _check_batch(self, samples: Batch) -> None:
+        """Raise ExtensionError before any collective: ranks with more batches would wait for the others."""
+        if type(samples) is not self._checked_batch:
+            check_protocol(samples, Batch, "a batch of the data")
+            self._checked_batch = type(samples)
+        if self._num_batches is not None:
+            num_batches = len(samples.split(self._local_batch_size))
+            if num_batches != self._num_batches:
+                raise ExtensionError(
+                    f"{where_defined(samples.split)}: a rank's samples of a step are split into {num_batches} batches"
+                    f" of {self._local_batch_size}, not {self._num_batches}",
+                    hint="the loader yields global_batch_size / data-parallel degree samples, and `split(size)` returns"
+                    " a sequence of batches of `size`",
+                )
 
     def _update(self, optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
         with self._observer.during("update"):

@@ -31,6 +31,7 @@ from trainer.job.resume import as_text, refuse_other_job, resumed_job, say_chang
 from trainer.job.run_header import header_lines, notes_of
 from trainer.job.same_config import require_same_config
 from trainer.models.objectives import get_objective
+from trainer.objective import check_data
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note, phase
 from trainer.observability.profiling import PhaseNames, profiled
@@ -135,12 +136,14 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
     with phase("opening the data"):
         data = objective.open_data(job, meshes, ranks.agreement)
+        check_data(data, objective)
     validator = Validator(model, data.held_out) if config.validation.enable else None
     train_step = TrainStep(
         model,
         meshes,
         max_norm=training.max_norm,
         local_batch_size=training.local_batch_size,
+        num_batches=job.num_accumulated,
         observer=PhaseNames() if config.profiling.enable_profiling else None,
         stop_requested=lambda: stop.requested or checkpoints.must_stop,
     )

@@ -11,6 +11,7 @@ from trainer.models import registry
 from trainer.models.objectives import get_objective
 from trainer.models.registry import TrainerFamily
 from trainer.next_token.objective import NEXT_TOKEN
+from trainer.objective import Data, HeldOut, check_data
 from trainer.runner import WholeModel
 
 
@@ -58,3 +59,36 @@ def test_a_forward_that_returns_no_summed_loss_is_refused(returned, text):
     for run in (model.forward_loss, lambda inputs: model.forward_backward(inputs, 1.0)):
         with pytest.raises(ExtensionError, match=f"returned {text}, not the summed loss, one number in fp32"):
             run(Inputs(torch.zeros(2)))
+
+
+class Endless:
+    def __iter__(self): ...
+    def state_dict(self): ...
+    def load_state_dict(self, state): ...
+
+
+def no_metrics():
+    return {"validation_loss": 0.0}
+
+
+class WithoutIter:
+    state_dict, load_state_dict = Endless.state_dict, Endless.load_state_dict
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (None, "the Data that `open_data` returns is None"),
+        (Endless(), "the Data that `open_data` returns has no loader"),
+        (Data(WithoutIter()), "the loader of the Data that `open_data` returns has no __iter__"),
+        (Data(Endless(), [Endless()]), "which is not a HeldOut"),
+        (
+            Data(Endless(), HeldOut([], None, no_metrics)),
+            r"`metrics` of `held_out` .* is called with \(Sequence\[float",
+        ),
+    ],
+)
+def test_data_that_lack_what_the_loop_calls_are_refused(data, text):
+    check_data(Data(Endless(), HeldOut([Endless()], 2, dict)), NEXT_TOKEN)
+    with pytest.raises(ExtensionError, match=text):
+        check_data(data, NEXT_TOKEN)
