@@ -5,6 +5,7 @@ It predicts the way from images to noise, by two towers with blocks of two kinds
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,37 @@ def toml(tmp_path_factory):
     return path
 
 
+WRONG = {
+    "no state": (
+        lambda data: delattr(data.Loader, "state_dict"),
+        "the loader of the Data that `open_data` returns has no",
+    ),
+    "no split": (lambda data: delattr(data.Pictures, "split"), "a batch of the data has no split"),
+    "a state of each rank": (
+        lambda data: setattr(data.Loader, "state_dict", lambda self: {"place": 100 + self._own.start}),
+        "dataloader.place differs between ranks",
+    ),
+    "one batch for two": (
+        lambda data: setattr(data.Pictures, "split", lambda self, size: [self]),
+        "a rank's samples of a step are split into 1 batches of 2, not 2",
+    ),
+}
+
+
 def run(toml, dump, *words):
     """Case: a run; the error it ends with, if any. The section is forgotten: other runs do not have it."""
     try:
         return runs.run(load_config(toml, [f"--job.dump_folder={dump}", *words]))
+    finally:
+        forget()
+
+
+def run_with_wrong_data(toml, dump, name):
+    """Case: the same with data that are wrong in one way."""
+    try:
+        config = load_config(toml, [f"--job.dump_folder={dump}"])
+        WRONG[name][0](import_module("towers.data"))
+        return runs.run(config)
     finally:
         forget()
 
@@ -180,6 +208,12 @@ def test_its_checkpoint_is_described_by_its_own_numbers(titan, forgotten, one_ra
         assert code == 0 and f"towers, {described}" in out + err, out + err
     code, _, err = titan(*with_towers, "infer", step, "--prompt", "x")
     assert code == 2 and "models of family 'towers' learn images, not the next token" in err, err
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_data_that_break_their_protocol_end_the_run(pools, toml, tmp_path, wrong):
+    said = pools[2].run(run_with_wrong_data, toml, tmp_path, wrong)
+    assert all(WRONG[wrong][1] in text for text in said), said
 
 
 @pytest.mark.parametrize(

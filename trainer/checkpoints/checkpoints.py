@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from converters.common.dtypes import itemsize
 from converters.common.errors import CheckpointError, list_offenders
-from converters.common.names import RUN_LOCK
+from converters.common.names import DATALOADER, RUN_LOCK
 from converters.families.registry import get_family
 from converters.model.model_info import ModelInfo
 from converters.store.base import is_present
@@ -29,7 +29,7 @@ from trainer.checkpoints.problems import bytes_of_state, dropout_note, export_dt
 from trainer.checkpoints.recorded import Recorded, first_recorded
 from trainer.checkpoints.resumable import refuse_other_weights
 from trainer.checkpoints.run_lock import only_run
-from trainer.checkpoints.run_state import RunState
+from trainer.checkpoints.run_state import RunState, refuse_differing
 from trainer.checkpoints.shared_folder import require_seen
 from trainer.checkpoints.step_folders import (
     list_steps,
@@ -182,7 +182,12 @@ class Checkpoints:
         self._needed_bytes = self.bytes_of_step(state.model, model_only=model_only)
         self._is_final = is_final
         weights, buffers = state.model.state_dict(), state.model.named_buffers()
-        nested = self._cast(weights, kept=buffers) if model_only else weights | state.sections()
+        if model_only:
+            nested = self._cast(weights, kept=buffers)
+        else:
+            sections = state.sections()
+            refuse_differing(state.loader, sections[DATALOADER], self._group)
+            nested = weights | sections
         damaged = frozenset(self._damaged - {step})
         keep = self._settings.keep_latest_k
         try:

@@ -1,15 +1,19 @@
 """The state of a run that its checkpoints hold: weights, and sections of other state."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 
+from converters.common.extensions import ExtensionError, where_defined
 from converters.common.names import DATALOADER, LR_SCHEDULER, OPTIMIZER, RNG, TRAIN_STATE
 from trainer.optim.lr_schedule import LRSchedule
 from trainer.optim.optimizer import optimizer_state
+from trainer.ranks.agree import on_each
 from trainer.train_model import TrainModel
 
 
@@ -41,6 +45,25 @@ class Progress:
         for name in (each.name for each in fields(self)):
             if (saved := _SAVED_AS.get(name, name)) in state:
                 setattr(self, name, state[saved])
+
+
+def refuse_differing(loader: Resumable, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raise ExtensionError, on all ranks, if the loader's state is not the same on all of them: one is saved."""
+    digests = on_each(group, lambda: {key: _digest(value) for key, value in state.items()})
+    first = digests[0]
+    differing = {key for each in digests for key in first | each if each.get(key) != first.get(key)}
+    if differing:
+        names = ", ".join(f"{DATALOADER}.{key}" for key in sorted(differing))
+        raise ExtensionError(
+            f"{where_defined(loader.state_dict)}: {names} differs between ranks, and a checkpoint holds one state"
+            " for all",
+            hint="`state_dict()` returns plain values that mean the same on any number of ranks, such as the number of"
+            " samples that all ranks together have consumed",
+        )
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=repr).encode())
 
 
 @dataclass(frozen=True, slots=True)
