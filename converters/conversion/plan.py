@@ -74,13 +74,8 @@ def plan_conversion(
     dst = locate(request.dst)
     contents = Contents(tensors, view, family, info, dst, streamed=outputs_at(dst).only_appends)
     if quantization is not None:
-        coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))
-        contents = replace(
-            contents,
-            tensors=quantization.with_scales(tensors),
-            quantization=quantization.scheme,
-            coded=frozenset(coded),
-        )
+        coded, scheme = quantization.coded, quantization.scheme
+        contents = replace(contents, tensors=quantization.with_scales(tensors), quantization=scheme, coded=coded)
     kept_float32 = find_kept_float32(weights.source.tensors, request.dtype, keep=family.keep_float32)
     work = Plan(
         source=view,

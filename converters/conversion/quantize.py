@@ -39,6 +39,11 @@ class Quantization:
     known_scales: tuple[str, ...]  # its names of them
     keeps_known: bool
 
+    @property
+    def coded(self) -> frozenset[str]:
+        """The target's names of codes and of scales."""
+        return frozenset(self.encoders) | {encoder.scales for encoder in self.encoders.values()}
+
     def with_scales(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """The target's tensors: codes, each with its scales, and what stays as it is."""
         planned: dict[str, TensorInfo] = {}

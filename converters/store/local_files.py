@@ -1,5 +1,6 @@
 """Small files on this machine, such as those below `Store.local`: what there is, and what is in it."""
 
+import filecmp
 import os
 import shutil
 from pathlib import Path
@@ -44,6 +45,10 @@ def stamp(path: Path) -> tuple[int, int, int]:
 
 def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
+
+
+def have_same_bytes(path: Path, other: Path) -> bool:
+    return filecmp.cmp(path, other, shallow=False)
 
 
 def read_start(path: Path, most_bytes: int) -> bytes:

@@ -5,10 +5,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+
+from converters.containers.registry import CONTAINERS
+from converters.families.registry import all_families
 
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
@@ -107,7 +111,10 @@ FILE_METHODS = {
     *("copy_file_range", "sync_file_range"),
 }
 CONTAINER_MARKS = re.compile(r"distcp|safetensors|pytorch_model|consolidated|\.pth\b")  # which the store is given
-FILE_MODULES = {"fcntl", "mmap", "shutil", "tempfile"}
+FILE_MODULES = {"fcntl", "filecmp", "glob", "mmap", "shutil", "tempfile"}
+FILE_FUNCTIONS = {"builtins.open", "io.open", "io.FileIO", "numpy.fromfile", "numpy.memmap", "numpy.load"} | {
+    f"pathlib.Path.{name}" for name in FILE_METHODS
+}
 NOT_OF_FILES = {
     "PathLike",
     "fspath",
@@ -118,8 +125,14 @@ NOT_OF_FILES = {
     "sched_getaffinity",
     "environ",
 }  # of os
-# They open a saver, and memory that processes share: no file of a checkpoint
-OPEN_OTHER_THINGS = {"trainer/checkpoints/background", "trainer/checkpoints/checkpoints", "trainer/checkpoints/staging"}
+# No file of a checkpoint: methods of a saver, the code that it runs, memory that processes share, a pattern
+OPEN_OTHER_THINGS = {
+    ("converters/torchtune/recipe", "recipe_text"),
+    *(("trainer/checkpoints/background", f"AsynchronousSaver.{name}") for name in ("open", "save")),
+    ("trainer/checkpoints/background", "ProcessWriter.open"),
+    ("trainer/checkpoints/checkpoints", "Checkpoints.get_ready"),
+    *(("trainer/checkpoints/staging", f"SharedMemory.{name}") for name in ("__init__", "get", "close")),
+}
 DOORS = {"api", "convert", "diff", "inspect", "reshard", "verify"}
 # What each package of inference may import of the others and of the modules next to them
 INFER_BELOW = {
@@ -239,40 +252,108 @@ def test_packages_of_a_tool_point_one_way(folder, all_below):
     assert {file: packages for file, packages in wrong.items() if packages} == {}
 
 
-def file_calls(file: Path) -> list[str]:
-    calls = [f"import {name}" for name in imported_roots(file) & FILE_MODULES]
-    for node in ast.walk(ast.parse(file.read_text())):
-        match node:
-            case ast.Call(func=ast.Name(id="open")):
-                calls.append("open()")
-            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name not in NOT_OF_FILES:
-                calls.append(f"os.{name}")
-            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in FILE_METHODS:
-                calls.append(f"{ast.unparse(value)}.{name}()")
-    return calls
+def file_calls(code: str) -> list[tuple[str, str]]:
+    """(function, reference) of all by which code opens, lists, looks at or changes files, under any imported name."""
+    tree, imported = ast.parse(code), dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {each.asname or each.name.split(".")[0]: each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    references = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Name | ast.Attribute):
+                text = ast.unparse(child)
+                first, dot, rest = text.partition(".")
+                name = imported.get(first, f"builtins.{first}" if first == "open" else first) + dot + rest
+                module, _, member = name.rpartition(".")
+                is_of_module = module in FILE_MODULES or (module == "os" and member not in NOT_OF_FILES)
+                is_method = isinstance(child, ast.Attribute) and first not in imported and member in FILE_METHODS
+                if is_of_module or is_method or name in FILE_FUNCTIONS:
+                    references.append((function, text))
+            inside = child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else ""
+            visit(child, f"{function}.{inside}".strip(".") if inside else function)
+
+    visit(tree, "")
+    return references
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("open(p)", "from os import stat\nstat(p)", "import os as o\no.listdir(p)", "g = p.read_text\ng()"),
+        *("import filecmp\nfilecmp.cmp(p, q)", "from pathlib import Path\nmap(Path.read_bytes, ps)"),
+        *("import io\nio.open(p)", "import numpy as np\nnp.fromfile(p)", "from mmap import mmap\nmmap(f, 0)"),
+        "class A:\n    def f(self):\n        return [p.stat() for p in self.paths]",
+    ],
+)
+def test_a_file_call_is_seen_in_any_form(code):
+    assert file_calls(code)
 
 
 def test_only_the_store_package_opens_files():
     files = [file for folder in ("converters", "trainer/checkpoints") for file in (ROOT / folder).rglob("*.py")]
     names = {file.relative_to(ROOT).with_suffix("").as_posix(): file for file in files}
-    calls = {name: file_calls(file) for name, file in names.items() if not name.startswith("converters/store/")}
-    assert {name: found for name, found in calls.items() if found and name not in OPEN_OTHER_THINGS} == {}
+    calls = {
+        (name, function, text)
+        for name, file in names.items()
+        if not name.startswith("converters/store/")
+        for function, text in file_calls(file.read_text())
+    }
+    assert {call for call in calls if call[:2] not in OPEN_OTHER_THINGS} == set()
+    assert {call[:2] for call in calls} >= OPEN_OTHER_THINGS
 
 
-def test_names_of_a_containers_files_are_spelled_in_its_record():
-    spelled = re.compile(r"(?<![\w*}])\.metadata\b|distcp")
-    names_of_the_hub = "converters/store/hub_checksums.py"  # its records of downloads are files `.metadata`, too
-    found = []
-    for path in (p for package in ("converters", "trainer") for p in (ROOT / package).rglob("*.py")):
-        tree, name = ast.parse(path.read_text()), path.relative_to(ROOT).as_posix()
-        if name.startswith("converters/containers/") or name in ("converters/common/names.py", names_of_the_hub):
-            continue
-        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str]
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
-        marks = CONTAINER_MARKS if name.startswith("converters/store/") else spelled
-        found += [f"{name}: {text[:60]!r}" for text in texts if text not in docstrings and marks.search(text)]
-    assert found == []
+def comparisons(file: Path) -> Iterator[tuple[str, set[str]]]:
+    """Comparisons in a file, and patterns of a match, with the strings that they compare with."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Compare | ast.MatchValue):
+            strings = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            yield f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}", strings
+
+
+def test_nothing_depends_on_the_name_of_a_family():
+    own_files = ("converters/families", "trainer/models")
+    others_names = (
+        "titan_tools/pages/inspect.py",  # which models have Llama 2's form of Meta's files, but are none of its sizes
+        "converters/torchtune/recipe.py",  # a part of the path of torchtune's tokenizer
+    )
+    files = [f for package in OURS for f in (ROOT / package).rglob("*.py")]
+    others = [f for f in files if not any(f.is_relative_to(ROOT / folder) for folder in own_files)]
+    names = {*all_families()}
+    compared = [text for file in others for text, strings in comparisons(file) if strings & names]
+    assert {text.partition(":")[0] for text in compared} == {*others_names}, compared
+    assert len(compared) == len(others_names)
+
+
+# Straight lists of fields: the options of a command, and a recipe
+LONG = {"convert", "reshard", "recipe_text"}
+MANY_ARGUMENTS = {"convert", "reshard"}
+
+
+def test_functions_of_converters_are_short_and_have_few_arguments():
+    long, wide = {}, {}
+    for file in (ROOT / "converters").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                name = f"{file.relative_to(ROOT)}: {node.name}"
+                if node.end_lineno - node.lineno + 1 > 60 and node.name not in LONG:
+                    long[name] = node.end_lineno - node.lineno + 1
+                if (
+                    len(arguments) - (arguments[:1] != [] and arguments[0].arg in ("self", "cls")) > 8
+                    and node.name not in MANY_ARGUMENTS
+                ):
+                    wide[name] = len(arguments)
+    assert (long, wide) == ({}, {})
+
+
+def test_nothing_depends_on_the_name_of_a_container():
+    others = [f for p in OURS for f in (ROOT / p).rglob("*.py") if not f.is_relative_to(ROOT / "converters/containers")]
+    compared = [text for file in others for text, strings in comparisons(file) if strings & {*CONTAINERS}]
+    assert [text for text in compared if "container" in text] == []
 
 
 def test_converters_never_import_torch():

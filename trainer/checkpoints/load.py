@@ -4,7 +4,6 @@ Each rank reads its part into host memory, sums it, and copies it to its tensors
 file has its CRC32. If a node lacks the memory for a copy of its ranks' parts, the files are read twice instead.
 """
 
-import filecmp
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from converters.model.model_info import ModelInfo, describes_model, read_model_i
 from converters.source.open import open_checkpoint
 from converters.source.weights import open_native
 from converters.store.base import Store, open_store
+from converters.store.local_files import have_same_bytes
 from converters.store.location import Location, Place
 from converters.store.manifest import Manifest, changed_since, check_files, check_sizes
 from converters.tokenizers.assets import CLASS_DEFAULTS
@@ -215,7 +215,7 @@ def left_out_of_checkpoints(saved: ModelInfo, wanted: ModelInfo) -> list[str]:
     saved_assets, assets = saved.assets, wanted.assets
     lost = sorted(saved_assets.keys() - assets.keys())
     for name in sorted(saved_assets.keys() & assets.keys()):
-        if not filecmp.cmp(saved_assets[name], assets[name], shallow=False):
+        if not have_same_bytes(saved_assets[name], assets[name]):
             lost.append(f"{name} (the run has another)")
     for key, id in saved.token_ids.items():
         if id not in (wanted.token_ids.get(key), CLASS_DEFAULTS.get(key)):
