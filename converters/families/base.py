@@ -122,7 +122,7 @@ class Family:
 
         def active(parameter: Parameter) -> int:
             num_values = prod(parameter.shape)
-            if parameter.expert_dim is None or parameter.layer is None:
+            if parameter.expert_dim is None or parameter.layer is None or not isinstance(args, DecoderArgs):
                 return num_values
             experts = self.block(args, parameter.layer).feed_forward
             assert isinstance(experts, Experts), f"{parameter.fqn}: `block` has no experts in this layer"

@@ -66,9 +66,15 @@ class Parameter:
 
     @property
     def layer(self) -> int | None:
-        """Number of the layer that it belongs to."""
-        head, _, rest = self.fqn.partition(".")
-        return int(rest.partition(".")[0]) if head == "layers" else None
+        """Number of the decoder's layer that it belongs to."""
+        head, _, number = self.unit.partition(".")
+        return int(number) if head == "layers" and number else None
+
+    @property
+    def depth(self) -> int | None:
+        """Number of its block among those of one name: 3 in `layers.3` and in `image_blocks.3`."""
+        is_in_block = is_block(self.unit) and not self.unit.startswith(MTP_LAYERS)
+        return int(self.unit.partition(".")[2]) if is_in_block else None
 
     @property
     def is_linear_weight(self) -> bool:

@@ -4,6 +4,7 @@ It predicts the way from images to noise, by two towers with blocks of two kinds
 """
 
 import json
+import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -262,3 +263,21 @@ def test_it_is_checked_shown_dry_run_and_estimated(titan, forgotten, toml, tmp_p
     assert {"condition_blocks.1", "image_blocks.2", "patches"} <= modules
     with pytest.raises(UnsupportedError, match="models of family 'towers' learn images, not the next token"):
         load_model(None, ModelInfo("towers", job.args), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_blocks_may_have_the_name_of_a_decoders_layers(titan, forgotten, toml, tmp_path, monkeypatch):
+    shutil.copytree(TOWERS, tmp_path / "towers", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (tmp_path / "towers").glob("*.py"):
+        file.write_text(
+            file.read_text().replace("image_blocks.", "layers.").replace("self.image_blocks", "self.layers")
+        )
+    renamed = tmp_path / "towers.toml"
+    renamed.write_text(toml.read_text().replace(str(TOWERS), str(tmp_path / "towers")))
+    reports = []
+    for config in (toml, renamed):
+        monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(TOWERS.parent)])
+        code, out, err = titan("estimate-memory", config, "--world-size", "4", f"{PP}=2", "--json")
+        assert code == 0, err
+        reports.append(json.loads(out.replace("image_blocks.", "layers.")))
+        forget()
+    assert reports[0] == reports[1]

@@ -44,9 +44,9 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
         case Role.EMBEDDING | Role.OUTPUT:
             return Normal(parameter.shape[1] ** -0.5, cut=3.0)
         case Role.ROW | Role.UP_COLUMN | Role.EXPERT_ROW | Role.EXPERT_UP_COLUMN | Role.ROUTER if (
-            parameter.layer is not None
+            parameter.depth is not None
         ):
-            return _of_depth(parameter.layer)
+            return _of_depth(parameter.depth)
     return Normal(_STD)
 
 
@@ -56,11 +56,11 @@ def gpt_oss_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
     Biases are 0, as in other families and in transformers; torchtitan draws them like the matrices.
     """
     distribution = initial_distribution(parameter, args)
-    if parameter.layer is None or isinstance(distribution, Constant):
+    if parameter.depth is None or isinstance(distribution, Constant):
         return distribution
-    return _of_depth(parameter.layer)
+    return _of_depth(parameter.depth)
 
 
-def _of_depth(layer: int) -> Normal:
+def _of_depth(depth: int) -> Normal:
     """Deeper layers add to a residual stream that has already grown."""
-    return Normal(_STD / sqrt(2 * (layer + 1)))
+    return Normal(_STD / sqrt(2 * (depth + 1)))

@@ -115,7 +115,7 @@ def repetitions(job: Job) -> list[Repetition]:
     masks.
     """
     kinds = kinds_of_layers(job)
-    attentions = [block.attention for block in job.family.blocks(job.args)]
+    attentions: Sequence[object] = [block.attention for block in job.family.blocks(job.args)] or kinds
     found = []
     for modules in job.split.modules:
         held = _layers(modules)
@@ -138,8 +138,12 @@ def kinds_of_layers(job: Job) -> list[int]:
 def _blocks(job: Job) -> list[object]:
     """What each layer computes, and its parameters."""
     filters = float8_filters(job.config.float8, job.config.training) if is_float8(job.config.model) else ()
+    parameters = job.family.parameters(job.args)
     blocks: list[list[object]] = [[block] for block in job.family.blocks(job.args)]
-    for parameter in job.family.parameters(job.args):
+    if not blocks:  # nothing says which layers of a model that is no decoder compute the same: all run
+        numbers = [parameter.layer for parameter in parameters if parameter.layer is not None]
+        blocks = [[number] for number in range(max(numbers, default=-1) + 1)]
+    for parameter in parameters:
         if (layer := parameter.layer) is not None:
             name = parameter.fqn.partition(f"{layer}.")[2]
             is_filtered = any(part in parameter.fqn for part in filters)

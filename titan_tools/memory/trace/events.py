@@ -32,7 +32,8 @@ def layer_of(fqn: str) -> int:
     """The layer that an FQN is in, NO_LAYER if none."""
     if not fqn.startswith(_LAYERS):
         return NO_LAYER
-    return int(fqn[len(_LAYERS) :].partition(".")[0])
+    number = fqn[len(_LAYERS) :].partition(".")[0]
+    return int(number) if number.isdecimal() else NO_LAYER
 
 
 def repetition(values: list[Any]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import pytest
 
 from converters.common.box import Box
 from converters.engine import units
+from converters.families.args import ModelArgs
 from converters.families.llama3 import FLAVORS, parameters
 from converters.families.parameters import Parameter, Role
 from converters.families.qwen3 import QWEN3
@@ -125,6 +126,13 @@ def test_the_distribution_of_each_role():
         assert drawn[f"layers.3.{module}"] == Normal(0.02 / 8**0.5)
     for norm in ("norm", "layers.0.attention_norm", "layers.11.ffn_norm"):
         assert drawn[norm] == Constant(1.0)
+
+
+@pytest.mark.parametrize("blocks", ["layers", "image_blocks"])
+def test_the_distribution_follows_from_the_number_of_a_block_and_not_its_name(blocks):
+    args = ModelArgs()
+    for name, expected in ((f"{blocks}.3.out", 0.02 / 8**0.5), ("mtp_layers.3.out", 0.02), ("out", 0.02)):
+        assert initial_distribution(Parameter(f"{name}.weight", (4, 4), Role.ROW), args) == Normal(expected)
 
 
 def test_the_distribution_of_experts_is_torchtitans():
