@@ -79,7 +79,7 @@ def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str]) -> No
 
 
 def new_staging(dst: Path, identifier: str) -> Path:
-    """Make the folder `.tmp-<identifier>` beside `dst`. Every rank of a job calls it with the same identifier."""
+    """Make the folder `.tmp-<identifier>` beside `dst`, for one process of a job: the others open it."""
     staging = dst.absolute().parent / f"{TEMPORARY_PREFIX}{identifier}"
     try:
         staging.mkdir(parents=True, exist_ok=True)

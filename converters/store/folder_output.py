@@ -46,8 +46,6 @@ _RETRY_SECS = 0.1
 class FolderOutput:
     """Files of the folder `staging`, which becomes `destination`, or whose file of that name does if `is_file`."""
 
-    only_appends = False
-
     def __init__(self, staging: Path, destination: Path | None = None, *, is_file: bool = False):
         self.folder = staging
         self.offset_files = FolderFiles(staging)
@@ -120,7 +118,7 @@ class FolderFiles:
 
 
 class FolderOutputs:
-    """Makes outputs of paths (see OutputStore)."""
+    """Outputs of paths (see output.Outputs)."""
 
     only_appends = False
 

@@ -26,7 +26,8 @@ def _root() -> Path:
 def local_copies(store: Store, names: Iterable[str], folder: Path | None) -> Path:
     """The folder for `Store.local`, with copies of these files; `folder`: what the last call for this store returned.
 
-    All other files are links to nothing: who looks for their names finds them, and opening one fails.
+    All other files are links to nothing: who looks for their names finds them. Opening one raises FileNotFoundError,
+    so a file that is to be read must be among `names`.
     """
     into = folder or _new_folder(store.location)
     for name in names:
