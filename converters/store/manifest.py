@@ -33,7 +33,7 @@ T = TypeVar("T")
 _FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
 
 
-class OtherVersion(CheckpointError):
+class OtherVersion(Damaged):
     """A manifest of another version, or one whose version number is damaged."""
 
 

@@ -130,6 +130,8 @@ class Pipeline:
             **{f"{_BY_SAMPLE}{name}": tensor for name, tensor in inputs.by_sample.items()},
             return_outputs=False,
         )
+        for stage in self._stages:
+            stage.shared = {}  # nothing of a batch outlives it
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     @torch.no_grad()

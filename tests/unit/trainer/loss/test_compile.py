@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.registry import register_backend
 
 from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.data.batch import IGNORED
@@ -15,6 +16,12 @@ CPU = torch.device("cpu")
 INDUCTOR_HERE = not compile_machine_problems(Compile(enable=True), ActivationCheckpoint(), CPU, tp=1)
 BACKENDS = ["aot_eager", *([pytest.param("inductor", marks=pytest.mark.slow)] if INDUCTOR_HERE else [])]
 graphs: list[torch.fx.GraphModule] = []
+
+
+@register_backend(name="counted_for_the_loss")
+def counted(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
 
 
 @pytest.fixture(scope="module")

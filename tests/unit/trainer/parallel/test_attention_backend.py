@@ -94,7 +94,7 @@ def test_a_run_on_a_cpu_has_it(monkeypatch):
     monkeypatch.setattr(train, "build", lambda *args: SimpleNamespace(parts=["a part"]))
     monkeypatch.setattr(train, "make_meshes", lambda *args: None)
     monkeypatch.setattr(train, "Timeouts", lambda *args: None)
-    nothing = SimpleNamespace(candidates=lambda initial: [], recorded=lambda paths, seq_len: None)
+    nothing = SimpleNamespace(candidates=lambda initial: [], recorded=lambda paths, **options: None)
     monkeypatch.setattr(train, "Checkpoints", lambda *args, **options: nullcontext(nothing))
     ranks = SimpleNamespace(device=torch.device("cpu"), agreement=None)
     with pytest.raises(ZeroDivisionError), ExitStack() as held:
