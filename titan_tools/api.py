@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from titan_tools.launch.launch import Launch, Rendezvous
+
 if TYPE_CHECKING:
     from converters.store.location import Place
     from titan_tools.hub.download import DownloadReport
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from titan_tools.memory.estimate import Estimate
     from titan_tools.memory.replay.allocator import AllocatorName
 
-__all__ = ["download", "estimate", "list_models", "load_for_inference"]
+__all__ = ["Launch", "Rendezvous", "download", "estimate", "list_models", "load_for_inference"]
 
 
 def load_for_inference(

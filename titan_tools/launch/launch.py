@@ -54,6 +54,11 @@ class Launch:
         """Number of ranks of the job."""
         return self.nodes * self.nproc
 
+    def node_command(self) -> tuple[str, ...]:
+        """The words that start the ranks of one node, the same on every node: for the job file of a scheduler."""
+        rendezvous = ("--nnodes", str(self.nodes), "--rdzv-endpoint", str(self.rendezvous)) if self.rendezvous else ()
+        return ("titan", *self.command, "--nproc", str(self.nproc), *rendezvous)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
